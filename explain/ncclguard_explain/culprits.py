@@ -625,8 +625,9 @@ def by_guard(evidence: Evidence, world: World) -> Verdict | None:
     cause = Cause(first.name) if first.name in {cause.value for cause in Cause} else Cause.UNKNOWN
     reason = received(first.detail) if first.detail else tr("the ranks agreed on it")
     return Verdict(
-        tuple(sorted(set(first.peers))), cause, "high", "ncclguard incident", reason, [first], work=first.work
-    )
+        tuple(sorted(set(first.peers))), cause, "high", "ncclguard incident", reason, [first], work=first.work,
+        sides=list(first.sides),
+    )  # fmt: skip
 
 
 _SESSION = re.compile(r"incident ([0-9a-f]{8})-")

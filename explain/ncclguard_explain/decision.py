@@ -71,6 +71,10 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
                 ranks=ranks_text(verdict.culprits),
             ),
         )
+    if verdict.rule == "ncclguard incident" and any(
+        "`kill -CONT " in text for fact in verdict.facts for text in fact.advice
+    ):
+        return Decision("unknown", tr("a process is paused, and the job may go on when it does"))
     if finding.action and not (
         finding.action == "unknown" and (evidence.of(Kind.KERNEL_OOM) or own_exceptions(evidence))
     ):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ncclguard_explain import passages, places
+from ncclguard_explain import incident_text, passages, places
 from ncclguard_explain.census import LABEL
 from ncclguard_explain.facts import EXPIRED, MAX_RANK, WAITING, Fact, Group, Kind, Work, united
 from ncclguard_explain.jobs import Signs
@@ -424,6 +424,8 @@ class Collector:
             known.until = max(known.until, fact.line)
             known.hidden = max(known.hidden, fact.hidden)
             known.frames = known.frames or fact.frames
+            for name in ("advice", "waiting", "sides"):  # a panel says more than the line before it
+                setattr(known, name, getattr(known, name) or getattr(fact, name))
             if known.group is None:
                 known.group = fact.group
             if fact.kind is Kind.ALIVE or fact.name in ("committed", *_PASSING.get(fact.kind, ())):
@@ -456,6 +458,7 @@ class Collector:
         _give_to_their_ranks(evidence)
         _give_to_who_crashed(evidence)
         _mark_stepped_over(evidence)
+        _mark_evaluated(evidence)
         _mark_moving(evidence)
         _mark_shut_down(evidence)
         _mark_survived(evidence, self._counting())
@@ -723,10 +726,29 @@ def _mark_stepped_over(evidence: Evidence) -> None:
             fact.kind = Kind.RETRIED
 
 
+def _mark_evaluated(evidence: Evidence) -> None:
+    """Count everything as survived where `resilient_evaluate` says that it ended an evaluation, and the job goes on.
+
+    Each rank says so, and its incidents, which are written by a thread of their own, may stand behind that.
+    """
+    over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE, name="evaluation over")}  # the last line of each
+    accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB]
+    there = [
+        fact
+        for fact in accusing
+        if fact.line < over.get(fact.source, 0)
+        or (fact.source in over and fact.kind is Kind.GUARD and "phase='evaluation " in fact.detail)
+    ]
+    told = {_told(fact) for fact in there}
+    if there and all(fact in there or _told(fact) in told for fact in accusing):
+        for fact in accusing:
+            fact.kind = Kind.RETRIED
+
+
 def _told(fact: Fact) -> tuple[object, ...]:
     """Return what a fact says, wherever it stands: an incident is in a job's log and in its reports."""
-    if fact.kind is Kind.GUARD:
-        return fact.kind, fact.detail
+    if fact.kind is Kind.GUARD:  # in another language, perhaps, and at more length
+        return fact.kind, fact.peers, *incident_text.call_and_time(fact.detail)
     return fact.kind, fact.rank, fact.number, fact.name, fact.detail
 
 

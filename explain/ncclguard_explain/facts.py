@@ -198,6 +198,7 @@ class Fact:
     frames: tuple[str, ...] = field(default_factory=tuple)
     advice: tuple[str, ...] = ()  # of an incident of ncclguard's own: what to do, and what would have made more of it
     waiting: tuple[int, ...] = ()  # of an incident of ncclguard's own: who was in the call
+    sides: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of one: what ranks called that differ
 
     def clone(self, **changes: object) -> Fact:
         return replace(self, **changes)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ What the ranks have agreed on says after how long; what one rank finds alone doe
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_WATCHED, WORD, Cause
 from ncclguard_explain.facts import MAX_RANK, Fact, Kind, Work
@@ -35,7 +36,11 @@ _ADVISED = [
     for text in (*ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORTED)
     for language in LANGUAGES
 ]
-_CAUSES = [f" {said(tr('cause: {cause}', cause=word), language)}" for word in WORD.values() for language in LANGUAGES]
+_CAUSES = [  # no space stands before a Chinese one
+    f"{' ' * (language == 'en')}{said(tr('cause: {cause}', cause=word), language)}"
+    for word in WORD.values()
+    for language in LANGUAGES
+]
 _CALL = rf"(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)?{ENDS_CALL.pattern}[\d.e+-]+ s(?: ?后 ?失 ?败)? ?[:：] ?"
 _VERDICT = re.compile(rf"{_CALL}(?P<named>{_NAMED}(?:(?:; |；){_NAMED})*)")
 #: What the ranks agreed on where they could name nobody.
@@ -47,15 +52,26 @@ _DO, _NEXT = tr("what to do: {advice}", advice=""), tr("next time: {advice}", ad
 _OPERATION = re.compile(r"[(（](?:operation|操作) ")
 #: A panel's line on ranks that were in the call, and for how long.
 _IN_CALL = re.compile(r"waiting[^:]*: ranks? (\d[\d, -]*)|rank (\d[\d、 -]*)停在 ")
+#: A panel's line on what some ranks called that differ.
+_SIDE = re.compile(r"ranks? (?P<ranks>\d[\d,、 -]*?) (?:called|调用了) (?P<call>\w+\(.*)")
 _STACKS = [str(said(tr("{thread}, innermost last:", thread=""), language)).rstrip(":：") for language in LANGUAGES]
+
+
+def call_and_time(detail: str) -> tuple[str, str]:
+    """Return the call that an incident tells of and the figure of the seconds it took; "" for what is not there."""
+    call, *rest = ENDS_CALL.split(detail, maxsplit=1)
+    found = re.match(r"[\d.e+-]+", rest[0]) if rest else None
+    return call, found[0] if found else ""
 
 
 def read(text: str, following: Following, make: Fact) -> Fact | None:
     """Return the incident of a log line, or of the panel that it begins; None where the line tells of none."""
     if "─" not in text:
         return _verdict(text, make)
-    # A panel is cut into lines, of which some are joined.
-    found = _verdict(re.sub(r"[│─╭╮╰╯\s]+", " ", " ".join([text, *following(6)])), make)
+    head = f" {re.sub('[╭╮─]+', ' ', text).strip()} "  # a panel is cut into lines, of which some are joined
+    for body in _bodies(following, 6):
+        head = beside(head, f"{' '.join(body.split())} ")
+    found = _verdict(head, make)
     return None if found is None else found.clone(**_of_panel(following))
 
 
@@ -75,6 +91,8 @@ def _verdict(text: str, make: Fact) -> Fact | None:
         return _of_nobody(text, make)
     stops = _CAUSES if HEAD in text else _ADVISED  # a panel says more before it says what to do
     ends = [at for advice in stops if (at := text.find(advice, found.end())) > 0]
+    if not ends and HEAD in text:  # a line that one rank has written, which says no more than the sentence
+        ends = [found.end() + len(re.split(r"\. |。|\.$", text[found.end() :])[0])]
     blamed = [(_ranks_of(ranks), _WORDS[what]) for ranks, what in _BLAMED.findall(found["named"])]
     return make.clone(
         kind=Kind.GUARD,
@@ -108,17 +126,30 @@ def _begins(line: str, text: str) -> str | None:
     return next((line[len(head) :].strip() for head in heads if line.startswith(head)), None)
 
 
+def _bodies(following: Following, count: int) -> Iterator[str]:
+    """Yield the text of a panel's rows, with its indentation; a launcher may write in front of or between them."""
+    for row in following(count):
+        if "╰" in row:
+            return
+        if row.count("│") > 1:
+            yield row.partition("│")[2].rpartition("│")[0][1:].rstrip()
+
+
 def _of_panel(following: Following) -> dict[str, tuple[object, ...]]:
-    """The advice of a panel, who waited by it, and the first stack in it, which a line that is indented less ends."""
+    """The rest of a panel: its advice, who waited and what each side called, and the first stack in it.
+
+    A stack ends with a line that is indented less than its frames.
+    """
     advice: list[str] = []
     frames: list[str] = []
     waiting: list[int] = []
+    sides: list[tuple[str, tuple[int, ...]]] = []
     deep, open_ = 0, False
-    for row in following(80):
-        body = row.partition("│")[2].rpartition("│")[0][1:].rstrip()
+    for body in _bodies(following, 80):
         line = body.strip()
-        if "╰" in row:
-            break
+        if sides and sides[-1][0].count("(") > sides[-1][0].count(")"):  # the call is cut
+            sides[-1] = f"{sides[-1][0]} {line}", sides[-1][1]
+            continue
         if line.endswith((":", "：")) and any(head in line for head in _STACKS):
             deep = 0 if frames else len(body) - len(line)
         elif deep and len(body) - len(line) > deep:
@@ -126,10 +157,17 @@ def _of_panel(following: Following) -> dict[str, tuple[object, ...]]:
             continue
         if in_call := _IN_CALL.match(line):
             waiting += _ranks_of((in_call[1] or in_call[2]).strip(" ,、"))
+        if side := _SIDE.match(line):
+            sides.append((side["call"], tuple(_ranks_of(side["ranks"].strip(" ,、")))))
         begun = next((rest for head in (_DO, _NEXT) if (rest := _begins(line, head)) is not None), None)
         if begun is not None:
             advice.append(begun)
         elif open_ and not _OPERATION.match(line):
             advice[-1] = beside(f"{advice[-1]} ", line)
         open_ = bool(advice) and not _OPERATION.match(line)
-    return {"advice": tuple(advice), "frames": tuple(frames[-12:]), "waiting": tuple(waiting)}
+    return {
+        "advice": tuple(advice),
+        "frames": tuple(frames[-12:]),
+        "waiting": tuple(waiting),
+        "sides": tuple(sides),
+    }

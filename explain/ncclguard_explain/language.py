@@ -276,6 +276,7 @@ def entries_of(text: str) -> Iterator[Entry]:
 
 #: Characters that no space separates from each other; one stands between them and Latin letters or figures.
 _WIDE: Final = re.compile(r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef\u201c\u201d]")
+_STOPS: Final = frozenset("，。；：、！？（）「」")
 
 
 #: Slots of ranks and hosts with commas between them, for which Chinese has a mark of its own.
@@ -303,12 +304,17 @@ def _between(separator: str, parts: Iterable[str]) -> Iterator[str]:
 
 
 def beside(left: str, right: str) -> str:
-    """Return both as one text, without the space between them where both are Chinese there."""
-    if left.endswith(" ") and _WIDE.match(left[-2:-1]) and _WIDE.match(right):
+    """Return both as one text, without the space between them where both are Chinese there, or one such a stop."""
+    if left.endswith(" ") and _closed_up(left[-2:-1], right[:1]):
         return left[:-1] + right
-    if right.startswith(" ") and _WIDE.match(left[-1:]) and _WIDE.match(right[1:]):
+    if right.startswith(" ") and _closed_up(left[-1:], right[1:2]):
         return left + right[1:]
     return left + right
+
+
+def _closed_up(before: str, after: str) -> bool:
+    stops = bool(before and after) and (before in _STOPS or after in _STOPS)
+    return stops or bool(_WIDE.match(before) and _WIDE.match(after))
 
 
 # --------------------------------------------------------------------------------- texts that have lost their template

@@ -748,14 +748,25 @@ def _written(one: Mapping[str, Any], make: Fact) -> list[Fact]:
     ]
 
 
+def _sides(one: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield what ranks called that differ, as an incident has it: pairs of a call and its ranks."""
+    for side in _items(one.get("sides")):
+        if isinstance(side, list) and len(side) == 2 and isinstance(side[0], str):
+            yield side[0][:300], tuple(number for rank in _items(side[1]) if (number := _number(rank)) is not None)
+
+
 def _incident(one: Mapping[str, Any], make: Fact) -> list[Fact]:
     """ncclguard's own incident: the verdict that the ranks agreed on while they lived."""
     ranks = tuple(number for value in _items(one.get("culprits")) if (number := _number(value)) is not None)
     stacks = [row["stack"] for row, rank in _ranked(one.get("ranks")) if rank in ranks and _items(row.get("stack"))]
     participants, timeout = one.get("participants"), one.get("timeout")
     summary = str(one.get("summary", ""))
-    changes = [change for change in _items(one.get("afterwards")) if isinstance(change, dict)]
-    lost = [rank for change in changes if change.get("kind") == "went on" for rank in _items(change.get("ranks"))]
+    lost = [
+        rank
+        for change in _items(one.get("afterwards"))
+        if isinstance(change, dict) and change.get("kind") in ("went on", "rejoined")
+        for rank in _items(change.get("ranks"))
+    ]
     without = tuple(number for rank in lost if (number := _number(rank)) is not None)
     went_on = [make.clone(kind=Kind.NOTE, name="went on", peers=without)] if without else []
     return [
@@ -770,6 +781,7 @@ def _incident(one: Mapping[str, Any], make: Fact) -> list[Fact]:
             advice=tuple(str(one[name]) for name in ("advice", "further") if one.get(name)),
             text=(summary or str(one.get("op_id", "")))[:600],
             frames=tuple(str(frame) for frame in stacks[0])[-12:] if stacks else (),
+            sides=tuple(_sides(one)),
             waiting=tuple(rank for row, rank in _ranked(one.get("ranks")) if row.get("state") in ("running", "ready")),
         ),
         *went_on,

@@ -229,6 +229,8 @@ def find_sources(paths: Sequence[str]) -> list[Source]:
             for member in sorted(path.rglob("*")):
                 if not member.is_file() or member.suffix.lower() in _SKIP or member.resolve() in seen:
                     continue
+                if member.match("incident-*.html") and member.with_suffix(".json").exists():
+                    continue  # the page of ncclguard's report, which says the same
                 seen.add(member.resolve())
                 source = _describe(member, len(found), in_folder=True)
                 if source is not None:
@@ -800,7 +802,7 @@ NEEDLES: tuple[bytes, ...] = (
     # launchers, frameworks, ncclguard's own incident
     b"local_rank: ", b"first observed failure", b"sigkill_handler", b"return code = ", b"terminated with ",
     b"Worker proc ", b"(exitcode:", b"worker died", b"torchelastic.worker.status", b"nvalidate trace", b"decord",
-    b"ncclguard incident ", b'"culprits"', b"went on without", "的情况下继续训练".encode(),
+    b"ncclguard incident ", b'"culprits"', b"went on without", "的情况下继续训练".encode(), b"and training goes on", "训练继续".encode(),
     # engines, Ray, JAX, Ascend, Horovod, watchers; most of theirs are found by the words above
     b"roadcast block", b"ang detected", b"died unexpectedly", b"DeepEP ", b"mesh comm", b"RolloutStall", b"RDT stall",
     b"EngineCore encountered", b"(engine dead)", b"SIGQUIT received", b"received sigquit", b"eceived sigquit", b"scheduler is dead", b"scheduler died", b"crashed with exit", b"MPI_ABORT",

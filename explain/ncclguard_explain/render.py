@@ -106,6 +106,8 @@ def _decision(report: Report) -> Message:
 
 
 def _side(side: Side) -> Message:
+    if len(side.ranks) == 1:
+        return tr("{what}: rank {rank}", what=side.what, rank=side.ranks[0])
     return tr("{what}: ranks {numbers}", what=side.what, numbers=_numbers(side.ranks))
 
 

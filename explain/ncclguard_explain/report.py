@@ -20,6 +20,7 @@ from ncclguard_explain.culprits import find_culprits, guard_incidents
 from ncclguard_explain.decision import advise, decide, next_step
 from ncclguard_explain.evidence import Evidence, Row, World, collectives_in, find_world
 from ncclguard_explain.facts import CONSEQUENCES, WAITING, Fact, Group, Kind, Verdict, Work, united
+from ncclguard_explain.incident_text import call_and_time
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import ranks_text
 from ncclguard_explain.recorder import work_of
@@ -315,17 +316,21 @@ def _nothing_seen(evidence: Evidence) -> Message:
     if not again:
         ended = any(fact.name in ("finished", "succeeded") for fact in evidence.of(Kind.PHASE))
         return nothing if ended else joined(" ", (nothing, _STANDS))
-    first = next((fact for fact in again if fact.detail), again[0])
+    told = [fact for fact in again if fact.detail]
+    agreed = [fact for fact in told if fact.name in {cause.value for cause in Cause}]  # an incident of ncclguard's own
+    first = (agreed or told or again)[0]
     what = {"nothing": nothing, "what": _survived_what(first)[:160]}
-    if len(again) == 1:
+    others = {call_and_time(fact.detail) for fact in agreed or told} - {call_and_time(first.detail)}
+    if not others:
         return tr("{nothing} The job went on after: {what}", **what)
-    return tr("{nothing} The job went on after: {what} (and {count} more)", **what, count=len(again) - 1)
+    return tr("{nothing} The job went on after: {what} (and {count} more)", **what, count=len(others))
 
 
 def _survived_what(fact: Fact) -> str:
-    """Return the words of a log; an exception's type stands before them."""
+    """Return the first sentence of what a log says; an exception's type stands before it."""
     named = fact.name[:1].isupper() or "." in fact.name
-    return f"{fact.name}: {fact.detail}" if named else fact.detail or fact.text
+    said = re.split(r"\. |。", fact.detail)[0]
+    return f"{fact.name}: {said}" if named else said or fact.text
 
 
 def refine_cause(evidence: Evidence, verdict: Verdict, finding: Finding) -> Cause:
@@ -456,6 +461,8 @@ def _fields(model: type[Any], *sources: object) -> dict[str, Any]:
 
 def _rank_rows(evidence: Evidence, verdict: Verdict, world: World) -> list[RankRow]:
     named = {"failure": "failed", "flight recorder": "behind", "counters": "behind"}.get(verdict.rule, "missing")
+    if verdict.rule == "ncclguard incident":
+        named = {Cause.DIVERGED: "different", Cause.FAILED: "failed"}.get(verdict.cause, "missing")
     if "divergence" in verdict.rule or "fingerprints" in verdict.rule:
         named = "behind" if verdict.rule.endswith("behind") else "different"
 

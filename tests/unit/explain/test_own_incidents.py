@@ -23,12 +23,12 @@ WRITTEN = json.loads((WATCHED / "incident.json").read_text())
 INCIDENT = Incident.model_validate(WRITTEN["incident"] | {"further": "`watch()` only observes. A guarded call ends."})
 
 
-def panel(folder: Path, language: str) -> Path:
+def panel(folder: Path, language: str, incident: Incident = INCIDENT) -> Path:
     """A log with the panel of the incident."""
     choose(language)
     try:
         with (folder / "job.log").open("w") as file:
-            show(INCIDENT, file)
+            show(incident, file)
     finally:
         choose(None)
     return folder / "job.log"
@@ -104,6 +104,84 @@ def test_a_job_that_went_on_and_does_not_say_what_became_of_it_need_not_be_start
     (tmp_path / "other.log").write_text("\n".join(WENT_ON[:-1]) + "\n")
     (tmp_path / ("incident.json" if of == "json" else "job.log")).unlink()
     assert explain([os.fspath(tmp_path)]).decision == "restart"
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_panel_says_the_same_wherever_its_lines_are_cut(language: str, tmp_path: Path) -> None:
+    for length in range(48):
+        call = f"all_reduce(float32[2], SUM, name='{'x' * length}')"
+        incident = INCIDENT.model_copy(update={"summary": f"{call} failed after 3.02 s: rank 2 late."})
+        report = explain([os.fspath(panel(tmp_path, language, incident))])
+        assert (report.culprits, report.cause, report.decision) == ((2,), Cause.LATE, "fix-code"), length
+        assert len(report.ranks) == 3, length
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_panel_behind_the_lines_of_the_ranks_is_read(language: str, tmp_path: Path) -> None:
+    log = panel(tmp_path, language)
+    alone = explain([os.fspath(log)])
+    said = {"en": "stood still for 3.02 s: rank 2 late.", "zh": "停滞了 3.02 s：rank 2 迟到。"}[language]
+    line = f"ncclguard incident {INCIDENT.id}: {INCIDENT.summary.split(' stood')[0]} {said}"
+    by = {"en": " (rank 0 reports)", "zh": " （由 rank 0 报告）"}[language]
+    log.write_text(f"{line}{by}\n{line}\n{log.read_text()}")
+    report = explain([os.fspath(log)])
+    assert (report.next_step, report.ranks, report.decision) == (alone.next_step, alone.ranks, alone.decision)
+    assert report.notes == alone.notes
+
+
+def test_a_launcher_that_writes_in_front_of_each_line_changes_nothing(tmp_path: Path) -> None:
+    log = panel(tmp_path, "en")
+    alone = explain([os.fspath(log)])
+    log.write_text("".join(f"[default0]:{line}\n" for line in log.read_text().splitlines()))
+    report = explain([os.fspath(log)])
+    assert (report.reason, report.next_step, report.ranks) == (alone.reason, alone.next_step, alone.ranks)
+    assert [stack.frames for stack in report.stacks] == [stack.frames for stack in alone.stacks]
+
+
+@pytest.mark.parametrize("of", ["json", "en", "zh"])
+def test_what_ranks_called_that_differ_is_told_with_who_did(of: str, tmp_path: Path) -> None:
+    calls = {"all_reduce(float32[1000], SUM)": (0, 1), f"broadcast(float32[999], src=0, name='{'x' * 60}')": (2,)}
+    incident = INCIDENT.model_copy(
+        update={
+            "summary": "all_reduce(float32[1000], SUM) failed after 0.03 s: rank 2 diverged.",
+            "cause": Cause.DIVERGED, "sides": tuple(calls.items()),
+        }
+    )  # fmt: skip
+    if of == "json":
+        (tmp_path / "a.json").write_text(json.dumps(WRITTEN | {"incident": incident.model_dump(mode="json")}))
+    report = explain([os.fspath(tmp_path if of == "json" else panel(tmp_path, of, incident))])
+    assert {side.what: side.ranks for side in report.sides} == calls
+    assert {row.rank: row.state for row in report.ranks} == {0: "waiting", 1: "waiting", 2: "different"}
+
+
+def test_the_page_of_a_report_is_not_read_beside_its_json(tmp_path: Path) -> None:
+    (tmp_path / "incident-a.json").write_text(json.dumps(WRITTEN))
+    (tmp_path / "incident-a.html").write_text("<p>ValueError: of another rank</p>")
+    assert [Path(name).name for name in explain([os.fspath(tmp_path)]).inputs] == ["incident-a.json"]
+    (tmp_path / "incident-a.json").unlink()
+    assert [Path(name).name for name in explain([os.fspath(tmp_path)]).inputs] == ["incident-a.html"]
+
+
+#: Of a job whose evaluation failed, and that went on.
+EVALUATED = """\
+ncclguard: rank 1: evaluation evaluate() at step 9 failed here: KeyError: 'label'
+ncclguard incident a3a4fbdf-0-cpu-1.0: all_reduce(float32[3], SUM, phase='evaluation evaluate() at step 9, try 1') failed \
+after 0.454 s: rank 1 raised KeyError at train.py:19 in metric: 'label'.
+ncclguard evaluation evaluate() at step 9: failed after 1 try; NaN is returned, because no `fallback=` was given, and \
+training goes on.
+"""
+
+
+def test_an_evaluation_that_ended_is_no_incident_unless_something_came_after_it(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(EVALUATED)
+    report = explain([os.fspath(log)])
+    assert not report.incident and "rank 1 raised KeyError" in report.summary, report.summary
+    log.write_text(f'{EVALUATED}Traceback (most recent call last):\n  File "train.py", line 3\nValueError: later\n')
+    assert explain([os.fspath(log)]).incident
+    zh = "ncclguard evaluation evaluate() at step 9：1 次尝试后失败；返回 NaN，训练继续。"
+    log.write_text("\n".join([*EVALUATED.splitlines()[:-1], zh]) + "\n")
+    assert not explain([os.fspath(log)]).incident
 
 
 def later(folder: Path, name: str, at: str, rank: int) -> Report:
