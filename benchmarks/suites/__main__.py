@@ -167,6 +167,7 @@ def main() -> int:
     ranks, began = options.ranks or suite.ranks[0], datetime.datetime.now(datetime.timezone.utc)
     backends = [suite.place, options.backend]
     source = options.source.resolve() if repository is not None else None
+    known = versions(suite, source)
     with tempfile.TemporaryDirectory(prefix="suites-", ignore_cleanup_errors=True) as name:
         parts = suite.parts(ranks, source or Path(name))
         parts = [
@@ -178,7 +179,7 @@ def main() -> int:
     tests, skipped = table.merged(ends)
     results = {
         "schema_version": 1, "suite": options.name, "about": suite.about, "ranks": ranks, "backends": backends,
-        "command": f"python -m benchmarks.suites {shlex.join(sys.argv[1:])}", "versions": versions(suite, source),
+        "command": f"python -m benchmarks.suites {shlex.join(sys.argv[1:])}", "versions": known,
         "machine": {"day": began.date().isoformat(), "python": platform.python_version(), "kernel": platform.release(),
                     "cores": os.cpu_count(), "load": round(os.getloadavg()[2], 1)},
         "seconds": {backend: round(sum(end["seconds"] for end in by_name.values()), 1) for backend, by_name in ends.items()},
