@@ -96,3 +96,6 @@ ADVICE_ABORTED = tr(
     "{lost} On gloo a rank that calls with another size than the others aborts itself (SIGABRT).",
     lost=ADVICE_WATCHED[Cause.LOST],
 )
+
+#: That of a lost rank of a group outside the job, such as an engine in a channel of weights.
+ADVICE_OUTSIDE = tr("{see} Start it again: it can join the others anew.", see=SEE_LOST)

@@ -51,6 +51,8 @@ class Subject(Protocol):
     def decided_after(self) -> float | None: ...
     @property
     def guarded(self) -> bool: ...
+    @property
+    def outside(self) -> bool: ...
 
     def hosts(self, ranks: Sequence[int], /) -> Mapping[int, str]:
         """The hosts of ranks that cannot say theirs any more, as far as they are known."""
@@ -116,6 +118,8 @@ class GroupState:
 
     #: Whether the guard carries out the collectives; else it only watches those of torch.
     guarded = True
+    #: Whether the ranks are of several jobs, or of none, as in a channel of weights: who is lost can join again alone.
+    outside = False
 
     def __init__(self, key: str, rank: int, members: tuple[int, ...]) -> None:
         self.key = key

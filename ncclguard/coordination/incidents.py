@@ -28,7 +28,7 @@ from ncclguard.protocol.decision import (
     interrupted_from_outside,
     is_interrupt,
 )
-from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_WATCHED, SEE_LOST, WORD, Cause
+from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_OUTSIDE, ADVICE_WATCHED, SEE_LOST, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
 
@@ -181,6 +181,8 @@ def _advice(
 ) -> Message | str:
     if resumed:
         return tr("The others go on without it. {advice}", advice=SEE_LOST if cause is Cause.LOST else ADVICE[cause])
+    if state.outside and cause is Cause.LOST:
+        return ADVICE_OUTSIDE
     advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
     blamed = [one for one in ranks if one.cause is cause]
     if model.came(blamed):
@@ -264,7 +266,7 @@ def _further(text: str, cause: Cause, state: Subject, resumed: bool = False, ran
     if resumed or "='evaluation " in text:
         return ""
     if cause in (Cause.LOST, Cause.STUCK):
-        if os.environ.get(lifecycle.RUN_FOLDER):
+        if state.outside or os.environ.get(lifecycle.RUN_FOLDER):
             return ""
         return tr("A training goes on without a lost rank under `resilient_step`, started with `ncclguard run`.")
     places = [text, *(place for one in ranks for place in (one.call_site or "", *one.stack))]

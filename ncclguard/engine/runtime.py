@@ -240,6 +240,7 @@ class Runtime:
 
     def _make(self, key: GroupKey, ranks: tuple[int, ...], device: torch.device) -> GuardedGroup:
         state = self.monitor.state(str(key), ranks)
+        state.outside = bool(self.world.group)
         config = current_config()  # not the one of the start: configure() may have been called since
         statistics = None if self.world.group else exchange.of_group(key, config, self.monitor.awaited)
         state.member.exchange_every = 0 if statistics is None else statistics.every

@@ -238,6 +238,7 @@ class _Named:
     """The parts of a state that the summary needs, for one of the groups behind it."""
 
     guarded = False
+    outside = False
 
     def __init__(self, key: str, state: Subject) -> None:
         self.key = key

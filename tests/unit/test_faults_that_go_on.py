@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -123,7 +124,7 @@ def test_an_exception_that_each_try_of_an_evaluation_raises_is_one_fault() -> No
 
 def test_the_advice_fits_a_rank_without_memory_and_one_that_came_too_late() -> None:
     def advice(cause: Cause, *ranks: RankReport) -> str:
-        return str(incidents._advice(cause, SimpleNamespace(guarded=True), "barrier()", ranks=ranks))  # type: ignore[arg-type]
+        return str(incidents._advice(cause, SimpleNamespace(guarded=True, outside=False), "barrier()", ranks=ranks))  # type: ignore[arg-type]
 
     texts = ("torch.OutOfMemoryError at a.py:1 in f: CUDA out of memory.", "MemoryError at a.py:1 in f")
     without = [RankReport(rank=n, cause=Cause.FAILED, state="none", exception=text) for n, text in enumerate(texts)]
@@ -177,5 +178,15 @@ def test_the_end_of_ranks_that_were_sent_sigterm_in_a_known_standstill_is_no_inc
 )
 def test_who_does_not_come_to_an_evaluation_may_not_call_it(name: str) -> None:
     text = f"all_gather_object(67 bytes, name='{name}')"
-    advice = incidents._advice(Cause.LATE, SimpleNamespace(guarded=True), text)  # type: ignore[arg-type]
+    advice = incidents._advice(Cause.LATE, SimpleNamespace(guarded=True, outside=False), text)  # type: ignore[arg-type]
     assert ("an evaluation is called on all ranks or on none" in advice) == ("beginning" in name)
+
+
+def test_a_rank_of_a_group_outside_the_job_is_started_again_alone() -> None:
+    lost = RankReport(rank=2, cause=Cause.LOST, state="departed")
+    for joined in (False, True):
+        state: Any = SimpleNamespace(guarded=True, outside=joined)
+        advice = str(incidents._advice(Cause.LOST, state, "broadcast()", ranks=[lost]))
+        further = str(incidents._further("broadcast()", Cause.LOST, state))
+        assert ("Start it again: it can join the others anew" in advice) == joined
+        assert ("resilient_step" in advice + further) != joined
