@@ -85,6 +85,9 @@ class Watcher(Protocol):
     def uncaught(self, error: BaseException, text: str) -> str:
         """An exception ends the program; returns `text`, that exception in words, with what more is known of it."""
 
+    def terminated(self) -> None:
+        """Wait, within a bound, for the verdict on who is gone: SIGTERM is about to end this process."""
+
     def finish_callbacks(self) -> None:
         """Give the program's functions that have been begun a moment to return."""
 
@@ -300,6 +303,8 @@ class Runtime:
 
     def terminate(self) -> None:
         """Go on SIGTERM, once the verdict in progress, which may be on what has led to it, has ended."""
+        if self.watcher is not None:  # before: the launcher may have seen that a rank is gone before the watch has
+            self.watcher.terminated()
         self.monitor.settle(self.monitor.timing.leave)
         self.announce(Cause.LOST, lifecycle.SENT_SIGTERM, main_thread_stack(), terminated=True)
         if self.rank == 0 and self.world.has_store:  # which the others need for their verdict
