@@ -357,11 +357,17 @@ class Runtime:
         if incident is None or (verdict.action is Action.RESUME and self._sequels.known(incident)):
             return  # the loss has its report: this operation has only gone on without the rank
         writer = incidents.writer(incident)
-        if incident.repeats is not None:
+        first = incident.repeats
+        if first is None and writer == self.rank and revocation.state.guarded:
+            # Another rank has decided this one at the same time, and did not know of that one yet. Only what this rank
+            # reports itself: ranks hear of the two in any order, and one of them has to have its report.
+            own = (known for known in self._faults if incidents.writer(known) == self.rank)
+            first = next((known.id for known in own if incidents.goes_on(known, incident)), None)
+        if first is not None:
             if writer == self.rank:
                 text = told(
                     "ncclguard: the fault of incident {first} goes on: {summary}",
-                    first=incident.repeats,
+                    first=first,
                     summary=read(incident.summary),
                 )
                 log.warning("%s", text)
