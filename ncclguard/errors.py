@@ -85,6 +85,7 @@ class CollectiveFailed(GuardError, RuntimeError):
     """
 
     kind: ClassVar[str] = "failure"
+    _given_up = False  # set where it only says that this process has given the group up meanwhile
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(_text(self.kind, outcome))

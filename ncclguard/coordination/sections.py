@@ -44,6 +44,10 @@ class Sections:
         self._since = 0.0
         self._members: tuple[int, ...] = ()
         self._standing: Trouble | None = None
+        self._raised_at: tuple[int, tuple[str, ...]] = (
+            0,
+            (),
+        )  # the thread that raised it, and the frames it came through
         self._unsaid: tuple[float, str, Trouble] | None = None  # when due, section, what to say
         self._news: dict[str, dict[int, News]] = {}
 
@@ -55,10 +59,11 @@ class Sections:
             self._name, self._since, self._members = name, time.monotonic(), members
             self._standing = self._unsaid = None
 
-    def leave(self, raised: str = "", *, follows: bool = False) -> None:
+    def leave(self, raised: str = "", *, follows: bool = False, stack: tuple[str, ...] = ()) -> None:
         """This rank calls nothing of the section any more: it raised what `raised` describes, or finished.
 
-        `follows`: what it raised is the failure of a collective, which may be another rank's fault.
+        `follows`: what it raised is the failure of a collective, which may be another rank's fault. `stack`: the frames
+        that the exception came through.
         """
         with self._lock:
             name, self._name = self._name, ""
@@ -68,6 +73,7 @@ class Sections:
             if raised:
                 kind = TroubleKind.GAVE_UP if follows else TroubleKind.RAISED
             self._standing = Trouble(kind, raised or f"it has finished {name}")
+            self._raised_at = threading.get_ident(), stack
             self._unsaid = (time.monotonic() + (0.0 if raised else FINISHED_AFTER), name, self._standing)
         if raised:
             self._wake()
@@ -82,6 +88,14 @@ class Sections:
     def standing(self) -> Trouble | None:
         """Why others wait for this rank in vain, for its reports."""
         return self._standing
+
+    def raised_at(self, trouble: Trouble | None) -> tuple[int, tuple[str, ...]]:
+        """Return where an exception was raised that is this rank's trouble: the thread, and its frames; none otherwise.
+
+        By the time that the rank is asked it waits for the others elsewhere.
+        """
+        with self._lock:
+            return self._raised_at if trouble is not None and trouble is self._standing else (0, ())
 
     @property
     def waiting(self) -> bool:

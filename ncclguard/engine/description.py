@@ -84,10 +84,11 @@ class Description:
         """Add to a report what only this process knows."""
         call = state.call
         caller = int(str(report.details.get(CALLER) or self._history.caller(state.key)))
-        thread = programs_thread(caller)
+        raised_in, raised_at = self._monitor.sections.raised_at(report.trouble)
+        thread = programs_thread(raised_in if raised_at else caller)
         details: dict[str, object] = {
             **self.identity(),
-            "stack": list(thread_stack(caller) if thread else main_thread_stack()),
+            "stack": list(raised_at or (thread_stack(caller) if thread else main_thread_stack())),
             "thread": thread,
             "call_site": "" if call is None else call_site_of(call.thread),
             "last": self._history.last(state.key),

@@ -319,8 +319,14 @@ class GuardedGroup:
         log.error("ncclguard: %s", text)
         return unread
 
+    @property
+    def given_up(self) -> bool:
+        """Return whether this process has left the group or destroyed it."""
+        return self._state.given_up
+
     def close(self, why: str) -> None:
         """Release the communicator; a call in progress in another thread ends without a verdict."""
+        self._state.given_up = True
         self._state.make_unavailable(why)
         self._log_unread()
         self._communicators.close()

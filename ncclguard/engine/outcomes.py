@@ -171,7 +171,8 @@ def local(
         attempts=attempts, participants=state.member.participants, torn=torn,
     )  # fmt: skip
     assert outcome.incident is not None
-    state.publish_alone(outcome.incident)
+    if not state.given_up:  # else it has ended because this process gave the group up, which is nobody's fault
+        state.publish_alone(outcome.incident)
     return outcome
 
 

@@ -85,6 +85,9 @@ class Watcher(Protocol):
     def uncaught(self, error: BaseException, text: str) -> str:
         """An exception ends the program; returns `text`, that exception in words, with what more is known of it."""
 
+    def terminated(self) -> None:
+        """Wait, within a bound, for the verdict on who is gone: SIGTERM is about to end this process."""
+
     def finish_callbacks(self) -> None:
         """Give the program's functions that have been begun a moment to return."""
 
@@ -301,6 +304,8 @@ class Runtime:
 
     def terminate(self) -> None:
         """Go on SIGTERM, once the verdict in progress, which may be on what has led to it, has ended."""
+        if self.watcher is not None:  # before: the launcher may have seen that a rank is gone before the watch has
+            self.watcher.terminated()
         self.monitor.settle(self.monitor.timing.leave)
         self.announce(Cause.LOST, lifecycle.SENT_SIGTERM, main_thread_stack(), terminated=True)
         if self.rank == 0 and self.world.has_store:  # which the others need for their verdict
@@ -353,11 +358,17 @@ class Runtime:
         if incident is None or (verdict.action is Action.RESUME and self._sequels.known(incident)):
             return  # the loss has its report: this operation has only gone on without the rank
         writer = incidents.writer(incident)
-        if incident.repeats is not None:
+        first = incident.repeats
+        if first is None and writer == self.rank and revocation.state.guarded:
+            # Another rank has decided this one at the same time, and did not know of that one yet. Only what this rank
+            # reports itself: ranks hear of the two in any order, and one of them has to have its report.
+            own = (known for known in self._faults if incidents.writer(known) == self.rank)
+            first = next((known.id for known in own if incidents.goes_on(known, incident)), None)
+        if first is not None:
             if writer == self.rank:
                 text = told(
                     "ncclguard: the fault of incident {first} goes on: {summary}",
-                    first=incident.repeats,
+                    first=first,
                     summary=read(incident.summary),
                 )
                 log.warning("%s", text)

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any, Literal, overload
 
 import torch
@@ -55,7 +56,7 @@ from ncclguard.evaluation.fallback import NOT_EVALUATED
 from ncclguard.evaluation.place import Place, Places, behind, described, elsewhere, start_counting, step_of
 from ncclguard.groups import check_group, group_of, is_outside
 from ncclguard.incident.model import Incident
-from ncclguard.incident.stacks import describe_exception
+from ncclguard.incident.stacks import describe_exception, traceback_frames
 from ncclguard.optimizer_steps import uncounted
 from ncclguard.outcome import Outcome
 from ncclguard.phases import inside_section
@@ -109,7 +110,8 @@ def one_try(name: str, members: tuple[int, ...], timeout: float) -> Iterator[pro
         with inside_section(name, timeout), redirection:
             yield redirection
     except BaseException as error:
-        sections.leave(_in_words(error), follows=failed_collective(error, redirection.failures) is not None)
+        follows = failed_collective(error, redirection.failures) is not None
+        sections.leave(_in_words(error), follows=follows, stack=traceback_frames(error, begin=_programs_own(error)))
         raise
     sections.leave()
 
@@ -480,6 +482,7 @@ class Evaluation:
         self._restore = state.keep(job.keepers)
         self._interruption: BaseException | None = None  # to be raised once the other ranks know of it
         self._traced = ""  # the last exception, of which the traceback is logged once
+        self._withheld = ""  # words and traceback of one in this try that the next, with smaller batches, may not raise
 
     def run(self) -> Ended:
         """Try until all ranks are content, or all give up; raises only what interrupts the program itself."""
@@ -494,7 +497,7 @@ class Evaluation:
             decided = decision.at_opening(opening, attempt, self._members)
             if decided.action not in (Action.RUN, Action.RUN_SINGLE):
                 return self._end(decided, opening)
-            self._attempts = attempt
+            self._attempts, self._withheld = attempt, ""
             divisor = decided.divisor * 2 ** (attempt - 1)
             if decided.action is Action.RUN_SINGLE:
                 decided, met, result = self._try_on_one(attempt, divisor, decided.single_rank)
@@ -647,10 +650,11 @@ class Evaluation:
             )
         text = describe_exception(error)
         exhausted = any(map(_is_out_of_memory, _with_origins(error)))
-        shown = exhausted or text == self._traced  # each try may raise the same
-        trace, self._traced = "" if shown else f"\n{_traceback_of(error)}", text
         found = told("rank {rank}: {name} failed here: {error}", rank=self._rank, name=self._label, error=text)
-        log.warning("ncclguard: %s%s", found, trace)
+        in_full = f"{found}\n{_traceback_of(error)}"
+        may_pass = exhausted and self._attempts < self._options.max_attempts
+        log.warning("ncclguard: %s", found if may_pass or text == self._traced else in_full)  # each try may raise it
+        self._withheld, self._traced = (in_full, self._traced) if may_pass else ("", text)
         if exhausted:
             return RankResult(self._rank, Kind.OUT_OF_MEMORY, text)
         wrong = isinstance(error, _WRONG) and not isinstance(error, OSError) and not failures
@@ -713,6 +717,8 @@ class Evaluation:
             if decided.action is Action.ACCEPT:
                 decided, done, total = Decision(Action.PARTIAL), part.done, part.total
         action = decided.action
+        if self._withheld and action is not Action.ACCEPT:  # there is no other try, because of another rank
+            log.warning("ncclguard: %s", self._withheld)
         if action not in (Action.ACCEPT, Action.PARTIAL):
             result = self._options.fallback
         given = self._options.fallback is not NOT_EVALUATED
@@ -819,10 +825,16 @@ def _with_origins(error: BaseException) -> Iterator[BaseException]:
 
 def _traceback_of(error: BaseException) -> str:
     """Return the traceback as Python prints it, from the program's own first frame on."""
+    begin = _programs_own(error) or error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, begin)).rstrip()
+
+
+def _programs_own(error: BaseException) -> TracebackType | None:
+    """Return the traceback from the program's own first frame on; None where there is none."""
     begin = error.__traceback__
     while begin is not None and begin.tb_frame.f_globals.get("__name__", "").startswith("ncclguard."):
         begin = begin.tb_next
-    return "".join(traceback.format_exception(type(error), error, begin or error.__traceback__)).rstrip()
+    return begin
 
 
 def failed_collective(error: BaseException, failures: Sequence[Outcome]) -> Outcome | None:

@@ -213,9 +213,12 @@ def describe_exception(error: BaseException) -> str:
     return _shorten(name + (f" at {place}" if place else "") + (f": {message}" if message else ""), EXCEPTION_LENGTH)
 
 
-def traceback_frames(error: BaseException, limit: int = 64) -> tuple[str, ...]:
-    """Return the frames an exception came through, outermost first, as `main_thread_stack` writes them."""
-    spots = [_Spot.of(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)][-limit:]
+def traceback_frames(error: BaseException, limit: int = 64, begin: TracebackType | None = None) -> tuple[str, ...]:
+    """Return the frames an exception came through, outermost first, as `main_thread_stack` writes them.
+
+    `begin`: the first one, where that is not the outermost.
+    """
+    spots = [_Spot.of(frame, number) for frame, number in traceback.walk_tb(begin or error.__traceback__)][-limit:]
     _read_sources(reversed(spots))
     return tuple(spot.text() for spot in spots)
 

@@ -565,9 +565,13 @@ class GuardedProcessGroup(dist.ProcessGroup):
         def run(collective: Collective, arguments: Arguments, cut: ChunkPlan, **said: Any) -> None:
             like = said.get("like", arguments.tensor)
             device = like.device
-            issued.running(runtime.of(self._identity).group(self._identity, device, queue.name, queue.ranks))
+            guarded = runtime.of(self._identity).group(self._identity, device, queue.name, queue.ranks)
+            issued.running(guarded)
             try:
                 outcome = dispatch.run(collective, arguments, terms, cut, queue=queue, **said).raise_if_failed()
+            except CollectiveFailed as error:
+                error._given_up = guarded.given_up and not error.outcome.agreed
+                raise
             finally:
                 issued.running(None)
             if pair is None:

@@ -431,7 +431,8 @@ class WorkQueue:
                 task.context.run(task.run)
         except BaseException as raised:  # noqa: BLE001
             self._record(raised)
-            log.error("ncclguard: %s", told("{operation} failed: {error}", operation=task.text, error=str(raised)))
+            if not getattr(raised, "_given_up", False):
+                log.error("ncclguard: %s", told("{operation} failed: {error}", operation=task.text, error=str(raised)))
             return raised
         return None
 

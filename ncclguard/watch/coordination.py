@@ -335,6 +335,12 @@ class WatchCoordination:
         """Return whether a rank of this host has ended as it should, and nothing here waits for it."""
         return self._monitor.left(rank) is not None and not any(rank in pending.ranks for pending in self.waiting)
 
+    def somebody_is_gone(self) -> bool:
+        """Return whether a rank of this host has ended without a word, and has no verdict yet; any thread."""
+        participants, neighbours = self._state.member.participants, self._monitor.neighbours
+        here = [peer.rank for peer in neighbours.here if peer.rank in participants]
+        return any(neighbours.gone(rank) and self._monitor.left(rank) is None for rank in here)
+
     def delivered(self) -> None:
         """A verdict has been delivered, which may have taken long: the monitor comes first to what was put off."""
         with self._lock:

@@ -172,7 +172,7 @@ HURRIED_LOOK: float = 0.1
 AGAIN: float = 5.0
 #: Seconds after a reason to ask, at least, at which a rank goes by what it sees alone, when no verdict can come.
 ALONE_AFTER: float = 4.0
-#: Seconds that an exception which ends the program waits for the verdict on who caused it.
+#: Seconds that an exception or a SIGTERM which ends the program waits for the verdict on who caused it.
 LAST_WORDS: float = 2.0
 #: Seconds for which the end of the program waits for this thread, which may be about to deliver a verdict.
 DELIVERED_WITHIN: float = 5.0
@@ -389,6 +389,18 @@ class Watcher:
         if self._state.unavailable:
             time.sleep(LINGER)
         return text
+
+    def terminated(self) -> None:
+        """Wait for the verdict on a rank of this host that is gone: a launcher ends the others because of it."""
+        end = time.monotonic() + LAST_WORDS
+        while not self._closing and self._thread.is_alive() and time.monotonic() < end and self._is_owed():
+            time.sleep(0.01)
+
+    def _is_owed(self) -> bool:
+        """Return whether a verdict is awaited, or being delivered, or is soon to be on a rank that is gone."""
+        if self._state.verdicts or not self._state.settled.is_set():
+            return True
+        return not self._over and not self._state.unavailable and self._coordination.somebody_is_gone()
 
     def suspect(self, text: str) -> None:
         """The collective that was issued last broke here, in words: find out whose fault it is."""

@@ -159,6 +159,25 @@ def guarded(names: list[str]) -> None:
     dist.destroy_process_group()
 
 
+def raises_in_each_try(kind: str) -> None:
+    """Rank 1 raises the same error in each try, which for an error of memory are two, while the others wait for it."""
+    dist.init_process_group("gloo")
+
+    def score() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory") if kind == "memory" else KeyError("f1")
+
+    @ng.resilient_evaluate(timeout=20, barrier_timeout=20, max_attempts=2)
+    def evaluate(step: int | None = None) -> float:
+        if dist.get_rank() == 1:
+            score()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return float(total)
+
+    evaluate(step=0)
+    dist.destroy_process_group()
+
+
 def held_up(folder: str) -> None:
     """Rank 1 comes to its evaluation once the others have given it up; twice, and a third time all are in time."""
     dist.init_process_group("gloo")

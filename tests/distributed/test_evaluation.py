@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.distributed.evaluation_cases import (
     not_looked_at,
     of_two_classes,
     own_code,
+    raises_in_each_try,
     switches,
     unguarded,
 )
@@ -242,3 +244,19 @@ def test_functions_of_one_name_are_told_apart_and_a_rank_that_is_not_there_yet_i
     job = faults.run_ranks(of_two_classes, 3, timeout=60).check()
     whole = [3.0, 300.0, None, 300.0, 3.0, 300.0, 3.0, 300.0]
     assert job.values("values") == {0: whole, 1: whole, 2: [value for value in whole if value is not None]}
+
+
+@pytest.mark.parametrize("kind", ["memory", "key"])
+def test_who_raises_prints_its_traceback_once_and_the_incident_has_its_stack(kind: str, tmp_path: Path) -> None:
+    """Not where it waits for the others afterwards; for memory once no other try with smaller batches is left."""
+    job = faults.run_ranks(
+        raises_in_each_try, 3, args=[kind], env={"NCCLGUARD_REPORT_DIR": str(tmp_path)}, timeout=90
+    ).check()
+    assert [rank.output.count("Traceback (most recent call last)") for rank in job] == [0, 1, 0], str(job)
+    assert "in score" in job[1].output.partition("Traceback (most recent call last)")[2], job[1].output
+    (incident,) = (json.loads(file.read_text())["incident"] for file in tmp_path.glob("*.json"))
+    (culprit,) = (rank for rank in incident["ranks"] if rank["rank"] == 1)
+    assert (incident["cause"], incident["culprits"]) == ("failed", [1])
+    assert [" in evaluate" in culprit["stack"][0], " in score" in culprit["stack"][-1]] == [True, True], culprit[
+        "stack"
+    ]

@@ -618,6 +618,30 @@ def test_the_end_of_a_job_that_hangs_is_no_second_incident(number: signal.Signal
         assert explain([os.fspath(tmp_path / "job.log")]).culprits == (1,)
 
 
+def is_ended_because_another_is_gone() -> None:
+    """Rank 1 is killed while the others compute; each of them is sent SIGTERM as soon as that can be seen."""
+    ng.watch(timeout=60, on_incident=told("incident"))
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(10))
+    know_each_other()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not runtime.current().monitor.neighbours.gone(1):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_sigterm_from_a_launcher_waits_for_the_verdict_on_the_rank_that_is_gone() -> None:
+    """Else one survivor has gone before it hears of the verdict that another one reports."""
+    result = faults.run_ranks(is_ended_because_another_is_gone, 3, timeout=60)
+    for rank in (0, 2):
+        assert result[rank].signal is signal.SIGTERM, str(result)
+        incident = ng.Incident.from_json(result[rank].reports["incident"]["json"])
+        assert (str(incident.cause), incident.culprits) == ("lost", (1,)), str(result)
+
+
 def is_interrupted_before_its_limit() -> None:
     """Rank 1 does not come, and after three seconds of a limit of 60 somebody presses Ctrl-C."""
     pids: list[int] = [0] * 3

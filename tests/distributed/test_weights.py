@@ -194,6 +194,47 @@ def test_an_engine_that_is_struck_is_left_out_whole_and_the_others_have_the_vers
     assert not result.left_running
 
 
+def in_flight() -> dict[str, torch.Tensor]:
+    """Three buckets, each of two parts: one is in flight, and one behind it, when the next header is sent."""
+    return {
+        name: tensor
+        for n in range(3)
+        for name, tensor in ((f"bias{n}", torch.ones(7)), (f"weight{n}", torch.ones(600, 600)))
+    }
+
+
+def stops_in_the_middle(address: str) -> None:
+    """Engine 2 is stopped when the first bucket of version 1 has arrived, and goes on once the others have it."""
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        with Sender(address, name="one report", timeout=UNHURRIED, bucket_mb=1.0) as sender:
+            sender.wait_for(2, within=60)
+            sender.publish(in_flight(), 0)
+            sender._timeout = TIMEOUT
+            published = sender.publish(in_flight(), 1)
+            faults.report(engines=published.engines, left_out={k: cause(w) for k, w in published.left_out.items()})
+        return
+    with Receiver(address, name="one report", engine=f"engine {rank}") as receiver:
+        while receiver.version != 1 and (update := receiver.next(timeout=UNHURRIED)) is not None:
+            for _ in update:
+                if rank == 2 and update.version == 1:
+                    strike("stop")
+            if not update.commit() and rank == 2:
+                return
+
+
+def test_one_stopped_engine_has_one_report_and_giving_the_group_up_none(store: str, tmp_path: Path) -> None:
+    """Neither the broadcasts in flight that end with the group, nor the broadcast of objects that fails beside them."""
+    result = faults.run_ranks(
+        stops_in_the_middle, 3, args=[store], env={"NCCLGUARD_REPORT_DIR": str(tmp_path)}, timeout=90
+    )
+    assert result[0].reports == {"engines": ["engine 1"], "left_out": {"engine 2": "stuck"}}, result
+    log = "".join(rank.output for rank in result)
+    assert [rank.output.count("╭─ ncclguard incident") for rank in result] == [1, 0, 0], log
+    assert len(list(tmp_path.glob("incident-*.html"))) == 1, log
+    assert "has left the job" not in log, log
+
+
 def restarts(address: str, how: str) -> None:
     """The first trainer ends in the middle of version 1; another sends from 10 on."""
     name, rank = f"restart {how}", int(os.environ["RANK"])
