@@ -44,10 +44,8 @@ class Sections:
         self._since = 0.0
         self._members: tuple[int, ...] = ()
         self._standing: Trouble | None = None
-        self._raised_at: tuple[int, tuple[str, ...]] = (
-            0,
-            (),
-        )  # the thread that raised it, and the frames it came through
+        #: The thread that has raised the trouble that stands, and the frames it came through.
+        self._raised_at: tuple[int, tuple[str, ...]] = (0, ())
         self._unsaid: tuple[float, str, Trouble] | None = None  # when due, section, what to say
         self._news: dict[str, dict[int, News]] = {}
 
