@@ -358,6 +358,8 @@ class Runtime:
         if incident is None or (verdict.action is Action.RESUME and self._sequels.known(incident)):
             return  # the loss has its report: this operation has only gone on without the rank
         writer = incidents.writer(incident)
+        if self._left and writer == self.rank and incident.cause is Cause.EXITED and incident.culprits == (self.rank,):
+            return  # that it leaves is all there is, and nobody else is there who waits for it
         first = incident.repeats
         if first is None and writer == self.rank and revocation.state.guarded:
             # Another rank has decided this one at the same time, and did not know of that one yet. Only what this rank

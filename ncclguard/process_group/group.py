@@ -565,12 +565,14 @@ class GuardedProcessGroup(dist.ProcessGroup):
         def run(collective: Collective, arguments: Arguments, cut: ChunkPlan, **said: Any) -> None:
             like = said.get("like", arguments.tensor)
             device = like.device
-            guarded = runtime.of(self._identity).group(self._identity, device, queue.name, queue.ranks)
+            here = runtime.of(self._identity)
+            guarded = here.group(self._identity, device, queue.name, queue.ranks)
             issued.running(guarded)
             try:
                 outcome = dispatch.run(collective, arguments, terms, cut, queue=queue, **said).raise_if_failed()
             except CollectiveFailed as error:
-                error._given_up = guarded.given_up and not error.outcome.agreed
+                by_itself = not error.outcome.agreed or error.outcome.culprits == (here.rank,)
+                error._given_up = guarded.given_up and by_itself
                 raise
             finally:
                 issued.running(None)
