@@ -18,7 +18,7 @@ from pathlib import Path
 from ncclguard.arguments import assignment, positive_seconds, whole_from
 from ncclguard.hang.hosts import ask, ask_ray, call_here, kubectl_hosts, slurm_hosts, ssh_hosts
 from ncclguard.hang.launches import Launches
-from ncclguard.hang.looks import NO_RIGHT, Lines, Look, find_spy, helper_places, look, observe
+from ncclguard.hang.looks import NO_RIGHT, Lines, Look, find_spy, helper_places, is_doubtful, look, observe
 from ncclguard.hang.names import names_of
 from ncclguard.hang.processes import (
     LOOPBACK,
@@ -161,9 +161,9 @@ def look_here(
     started = time.monotonic()
     report = None
     launches = Launches(member.process.environ or {} for job in jobs for member in job.members)
-    missed = False
+    unsure = False
     for number, after in enumerate((0.0, BETWEEN, seconds, 2 * seconds)):
-        if number > LAST and not missed:
+        if number > LAST and not unsure:
             break
         tell(told("look {number} at {count} ranks", number=number + 1, count=len(pids)))
         time.sleep(max(started + after - time.monotonic(), 0.0))
@@ -173,7 +173,7 @@ def look_here(
             servers = {pid for pid, own in looks.items() if _stands_in(own[-1], Kind.MANAGER)}
             jobs = [without_servers(job, servers) for job in jobs]
         jobs = [_with_ranks(job, looks) for job in jobs]
-        missed = any(_is_missed(own) for own in looks.values())
+        unsure = any(_is_missed(own) or is_doubtful(own) for own in looks.values())
         if number > LAST:
             looks = {pid: _from_first_place(own) for pid, own in looks.items()}
         if number:
@@ -186,7 +186,7 @@ def look_here(
                 launches.ask()
             report = _report(jobs, looks, spy, launches)
             sure = all(not job.stands or _is_certain(job) for job in report.jobs)
-            if sure and not launches.uneven and not missed:
+            if sure and not launches.uneven and not unsure:
                 break
     assert report is not None
     return _with_helpers(report, jobs, spy, lines)

@@ -299,13 +299,18 @@ def _transferred(folder: str) -> int | None:
 
 
 def observe(looks: Sequence[Look]) -> Observed:
-    """Return what the looks at one rank come to: its last state and place, and whether it has moved between any two."""
+    """Return what the looks at one rank come to: its last state and place, and whether it has moved between any two.
+
+    What leaves a doubt (`is_doubtful`) counts as movement where it has gone on until the last look.
+    """
     last = looks[-1]
     if last.counters is None:
         return Observed("X", Motion.UNKNOWN, None, tr("it ended while it was looked at"))
     # A look between two others may have failed where the host is busy: these two tell all that it would have told.
     told = [one for one in looks if one.place is not None or one in (looks[0], last)]
-    motions = {_moved(before, after) for before, after in itertools.pairwise(told)}
+    pairs = list(itertools.pairwise(told))
+    by_all = bool(pairs) and is_doubtful(pairs[-1])
+    motions = {_moved(*pair, by_all or not is_doubtful(pair)) for pair in pairs}
     motion = next(
         (one for one in (Motion.MOVING, Motion.UNKNOWN, Motion.SPINNING, Motion.WAKING) if one in motions), Motion.STILL
     )
@@ -315,8 +320,21 @@ def observe(looks: Sequence[Look]) -> Observed:
     return Observed(state, motion if motions else Motion.UNKNOWN, last.place, last.trouble, last.counters.is_gloo)
 
 
-def _moved(before: Look, after: Look) -> Motion:
-    """Return what a rank has done between two looks.
+def is_doubtful(looks: Sequence[Look]) -> bool:
+    """Tell whether a rank has moved, between any two looks, by nothing but what this library may have done in it.
+
+    The thread that writes a report of what stands still, and a process that it asks, begin and end between two looks.
+    """
+    return any(
+        bool(before.own_threads | after.own_threads)
+        and _moved(before, after) in (Motion.MOVING, Motion.SPINNING)
+        and _moved(before, after, by_all=False) not in (Motion.MOVING, Motion.SPINNING)
+        for before, after in itertools.pairwise(looks)
+    )
+
+
+def _moved(before: Look, after: Look, by_all: bool = True) -> Motion:
+    """Return what a rank has done between two looks; not `by_all`: what threads have done that are there in both.
 
     Of the threads that run Python all count, and of the others (NCCL's and gloo's, which may spin while they wait)
     none, where py-spy tells them apart. Nor do this library's own, which ask the other ranks and write the report of
@@ -330,16 +348,20 @@ def _moved(before: Look, after: Look) -> Motion:
     if before.place is not None and before.place.stack != (after.place.stack if after.place else ()):
         return Motion.MOVING
     counted = set(after.python_threads or new.threads) & old.threads.keys() & new.threads.keys()
+    own_threads = before.own_threads | after.own_threads  # a look may miss the name of a thread
     ticks, own_ticks = (
         sum(new.threads[tid][0] - old.threads[tid][0] for tid in tids)
-        for tids in (counted - after.own_threads, counted & after.own_threads)
+        for tids in (counted - own_threads, counted & own_threads)
     )
     idle = max(IDLE_LOAD * seconds * _TICKS, 2)
     seen = old.transferred is not None and new.transferred is not None and own_ticks <= idle
-    transferred = (new.transferred or 0) - (old.transferred or 0) if seen else 0
-    for tid in (after.own_threads | new.stores) & old.transfers.keys() & new.transfers.keys():
-        transferred -= new.transfers[tid] - old.transfers[tid]
-    works = max(ticks, new.helpers - old.helpers if own_ticks <= idle else 0) > idle
+    by_thread = {tid: new.transfers[tid] - old.transfers[tid] for tid in old.transfers.keys() & new.transfers.keys()}
+    whole = (new.transferred or 0) - (old.transferred or 0) if seen else 0
+    # What ends a collective or a sleep is in no thread that has ended: there the report's may be all of the difference.
+    ended = own_threads and after.place is not None and (after.place.inside or after.place.kind is Kind.SLEEP)
+    transferred = whole if by_all and not ended else sum(by_thread.values())
+    transferred -= sum(done for tid, done in by_thread.items() if tid in own_threads | new.stores)
+    works = max(ticks, new.helpers - old.helpers if by_all and own_ticks <= idle else 0) > idle
     if works or transferred / seconds > IDLE_BYTES or after.thread in new.running:
         kind = after.place.kind if after.place is not None else Kind.PYTHON
         in_call = kind is Kind.DEVICE or (kind in INSIDE and not new.is_gloo)

@@ -60,6 +60,8 @@ NO_RANKS: Final = tr("these processes tell no rank: each is shown by its own num
 _WITH_A_WORD: Final = ("-W", "-X", "--check-hash-based-pycs")
 #: What ranks start, and what may outlive them.
 _HELPER: Final = re.compile(r"compile_worker|multiprocessing[./]\w*(?:resource_tracker|forkserver)")
+#: A variable that a process of `ncclguard run` has until it gets the place of a lost rank; see `training.spare`.
+_WAITS_FOR_A_PLACE: Final = "NCCLGUARD_PLACE"
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def find_jobs(processes: Mapping[int, Process]) -> list[Job]:
     told: dict[int, tuple[int, int]] = {}
     for process in processes.values():
         found = rank_of(process.environ or {})
-        no_rank = process.state in "ZX" or _HELPER.search(process.command) or _launches(process)
+        no_rank = process.state in "ZX" or _is_beside_ranks(process) or _launches(process)
         if found is not None and process.is_python and not no_rank:
             told[process.pid] = found
     jobs: dict[tuple[str | None, ...], list[Member]] = defaultdict(list)
@@ -225,6 +227,11 @@ def hidden_ranks(processes: Mapping[int, Process]) -> list[Process]:
     """Return the Pythons that a launcher has started and whose environment may not be read from here."""
     launchers = {process.pid for process in processes.values() if _launches(process)}
     return [one for one in processes.values() if one.environ is None and one.parent in launchers and one.is_python]
+
+
+def _is_beside_ranks(process: Process) -> bool:
+    """Tell whether a process helps ranks, or waits for the place of a lost one with the rank that Slurm told it."""
+    return bool(_HELPER.search(process.command)) or _WAITS_FOR_A_PLACE in (process.environ or {})
 
 
 def _launches(process: Process) -> bool:
@@ -290,7 +297,7 @@ def _find_ended(job: Job, processes: Mapping[int, Process]) -> list[Ended]:
     parents = {member.process.parent for member in job.members} - {1}
     pids = {member.process.pid for member in job.members}
     beside = [one for one in processes.values() if one.parent in parents and one.pid not in pids]
-    if any(one.state not in "ZX" and one.is_python and not _HELPER.search(one.command) for one in beside):
+    if any(one.state not in "ZX" and one.is_python and not _is_beside_ranks(one) for one in beside):
         return []
     names = {member.process.name for member in job.members}
     uncollected = [one for one in beside if one.state == "Z" and (one.name in names or one.name.startswith("python"))]

@@ -52,6 +52,8 @@ class Motion(str, Enum):
         return self.value
 
 
+#: Threads of this library that call functions of the program, which may hang.
+_CALL_THE_PROGRAM: Final = frozenset(["ncclguard-callbacks", "ncclguard-on-found"])
 #: Kinds in which a rank waits for its peers as soon as it does not move.
 INSIDE: Final = frozenset([Kind.COLLECTIVE, Kind.P2P, Kind.BACKWARD, Kind.SETUP, Kind.STORE, Kind.RPC])
 
@@ -83,6 +85,11 @@ class Thread:
     name: str
     holds_gil: bool
     frames: tuple[Frame, ...]
+
+    @property
+    def is_guards(self) -> bool:
+        """Tell whether it is one of this library's, at its own work and not in a function of the program."""
+        return self.name.startswith("ncclguard") and self.name not in _CALL_THE_PROGRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +274,8 @@ def place_of(threads: Sequence[Thread], pid: int, source: Callable[[str, int], s
 
     That is its main thread, or the one in which Ray Train runs the program, unless another one keeps the GIL, or it
     waits for another thread: one that is inside a collective (notebooks train in a thread), that answers another rank's
-    RPC, or that does what a future stands for. `source` returns a line of a file.
+    RPC, or that does what a future stands for. The threads of this library are none of these: they take the GIL for
+    moments, and wait for messages of their own. `source` returns a line of a file.
     """
     trains = next((one for one in threads if any((short(f.file), f.function) in _TRAINS for f in one.frames)), None)
     main = trains or next((one for one in threads if one.tid == pid or one.name == "MainThread"), None)
@@ -277,14 +285,15 @@ def place_of(threads: Sequence[Thread], pid: int, source: Callable[[str, int], s
     began = main is trains or (main.frames and _BEGINS.search(f"{main.frames[0].file} {main.frames[0].function}"))
     if main.frames and not place.inside and not began:
         place = replace(place, kind=Kind.EXIT)  # a callback of atexit, or a finalizer
-    keeps = next((one for one in threads if one is not main and one.holds_gil and one.frames), None)
+    programs = [one for one in threads if one is not main and one.frames and not one.is_guards]
+    keeps = next((one for one in programs if one.holds_gil), None)
     if keeps is not None and not place.inside:
         return classify(keeps.frames, True, source), keeps.tid
     if place.kind not in (Kind.LOCK, Kind.IDLE, Kind.EXIT, Kind.RPC) and not any(
         "/ray/" in f.file for f in main.frames
     ):
         return place, main.tid
-    others = [(classify(one.frames, one.holds_gil, source), one) for one in threads if one is not main and one.frames]
+    others = [(classify(one.frames, one.holds_gil, source), one) for one in programs]
     if place.kind is not Kind.RPC:
         for there, one in others:
             if there.kind in (Kind.COLLECTIVE, Kind.P2P, Kind.BACKWARD):

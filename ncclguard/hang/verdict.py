@@ -556,7 +556,10 @@ def _nobody_came(evidence: Evidence) -> Verdict | None:
     waiting = _waiting(evidence)
     if not evidence.unseen or not waiting or len(waiting) != len(evidence.seen):
         return None
-    summary = tr("All ranks seen wait; {ranks} were not seen.", ranks=names_of(evidence.unseen))
+    if len(evidence.unseen) == 1:
+        summary = tr("All ranks seen wait; {rank} was not seen.", rank=names_of(evidence.unseen))
+    else:
+        summary = tr("All ranks seen wait; {ranks} were not seen.", ranks=names_of(evidence.unseen))
     return Verdict((), Cause.UNKNOWN, "low", True, summary, _where(waiting), _missing(evidence), evidence.unseen)
 
 

@@ -96,7 +96,7 @@ class _Spare:
     def __init__(self, shown: Sequence[str]) -> None:
         reader, self._writer = os.pipe()
         command = [sys.executable, "-u", "-m", "ncclguard.training.spare", str(reader), *shown]
-        env = {**os.environ, "NCCLGUARD_PLACE": " " * 64}  # see `training.spare`
+        env = {**os.environ, "NCCLGUARD_PLACE": " " * 512}  # see `training.spare`
         try:
             self.process = subprocess.Popen(command, env=env, pass_fds=(reader,), start_new_session=True)
         finally:

@@ -24,16 +24,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 if TYPE_CHECKING:
     from ncclguard.training.places import Place
 
-#: A variable that a spare is started with, in the room of which its rank is written, so that tools find it in /proc.
+#: A variable that a spare is started with: in its room is written what a launcher tells a rank, for tools that read
+#: /proc, such as `ncclguard hang`, which takes a process that still has it for no rank.
 ROOM: Final = "NCCLGUARD_PLACE"
-ROOM_BYTES: Final = 64
+#: Those variables, in the order in which they are left out, the last one first, where the room is too small.
+_SHOWN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
 #: For the store, where somebody listens, to answer a process that stands by.
 CONNECTED_WITHIN: Final = timedelta(seconds=60)
 
@@ -136,7 +138,7 @@ def _import() -> None:
 def _become(place: dict[str, Any]) -> None:
     """Do what the launcher would have started another process for."""
     with contextlib.suppress(Exception):  # for people and tools only
-        _show(place["env"]["RANK"], place["env"]["LOCAL_RANK"])
+        _show(place["env"])
     os.environ.pop(ROOM, None)
     os.environ.update(place["env"])
     for path, number in ((place["stdout"], 1), (place["stderr"], 2)):
@@ -158,15 +160,21 @@ def _become(place: dict[str, Any]) -> None:
         runpy.run_path(what, run_name="__main__")
 
 
-def _show(rank: str, local_rank: str) -> None:
-    """Have /proc/PID/environ, which shows what a process was started with, show the rank."""
+def _show(env: Mapping[str, str]) -> None:
+    """Have /proc/PID/environ, which shows what a process was started with, show the rank and its job."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     value = libc.getenv(ROOM.encode())
-    text = f"RANK={rank}\0LOCAL_RANK={local_rank}".encode()
-    room = len(ROOM) + 1 + ROOM_BYTES
-    if value and ctypes.string_at(value) == b" " * ROOM_BYTES and len(text) <= room:
-        ctypes.memmove(value - len(ROOM) - 1, text.ljust(room, b"\0"), room)
+    blanks = ctypes.string_at(value) if value else b""
+    if not blanks or blanks.strip(b" "):
+        return
+    room = len(ROOM) + 1 + len(blanks)
+    text = b""
+    for name in _SHOWN:
+        more = f"{name}={env[name]}\0".encode() if name in env else b""
+        if len(text) + len(more) <= room:
+            text += more
+    ctypes.memmove(value - len(ROOM) - 1, text.ljust(room, b"\0"), room)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class _Process:
         os.set_blocking(reader, False)
         self._reader: int | None = reader  # None once it has got a place or has ended
         spare = [sys.executable, "-u", "-m", "ncclguard.training.spare", "--stand-by", *map(str, address)]
-        env = {**os.environ, "NCCLGUARD_PLACE": " " * 64}  # see `spare`
+        env = {**os.environ, "NCCLGUARD_PLACE": " " * 512}  # see `spare`
         try:
             self.popen = subprocess.Popen(
                 [*spare, str(local_rank), str(writer), *command], env=env, pass_fds=(writer,), start_new_session=True

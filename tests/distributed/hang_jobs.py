@@ -428,11 +428,11 @@ def never_joins(_: str, ready: Callable[[], None]) -> None:
     join()
 
 
-def watched(_: str, ready: Callable[[], None]) -> None:
-    """Have one rank be late in a program that calls `watch`."""
+def watched(limit: str, ready: Callable[[], None]) -> None:
+    """Have one rank be late in a program that calls `watch`, perhaps with a limit that passes, so that it reports."""
     import ncclguard
 
-    ncclguard.watch(timeout=LONG)
+    ncclguard.watch(timeout=float(limit or LONG))
     join()
     raw("sleep", ready)
 

@@ -153,6 +153,14 @@ def test_watch_is_proposed_where_it_would_have_told_and_is_not_there(start: Star
     assert any("watch()" in line for line in text_of(report)) == (case == "raw:sleep"), report
 
 
+def test_the_struck_rank_is_named_while_the_watch_reports_it(start: Start) -> None:
+    """Threads of the guard read and write megabytes then, and have ended before the next look."""
+    pids = start("watched:1.5")
+    time.sleep(0.3)  # until the struck rank has come to its sleep
+    job = looked(pids)
+    assert (job.culprits, job.cause) == ((STRUCK,), Cause.LATE), job
+
+
 @pytest.mark.parametrize("case", ["beside", "beside-one"])
 def test_beside_another_group_of_ddp_nobody_is_named_but_the_struck_rank(start: Start, case: str) -> None:
     """Which group a port is of follows from who is connected to it, in most of the orders of addresses, not in all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -209,6 +210,37 @@ def test_a_rank_that_a_process_was_told_after_its_start_is_read_out_of_it(
             one.communicate()
     assert (job.name, job.world_size, job.counted) == ("gpu-01:29500", 2, False)
     assert [(one.rank, one.process.pid) for one in job.members] == [(0, started[1].pid), (1, started[0].pid)]
+
+
+@pytest.mark.processes
+def test_a_spare_is_no_rank_until_it_has_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    """What Slurm told its launcher is no rank of its own; its place is in /proc, so that no right to its memory is needed."""
+    (tmp_path / "train.py").write_text("import sys; print(flush=True); sys.stdin.read()")
+    reader, writer = os.pipe()
+    command = [sys.executable, "-u", "-m", "ncclguard.training.spare", str(reader), "train.py"]
+    launcher = {**os.environ, "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "NCCLGUARD_PLACE": " " * 512}
+    place = {**RANKS, "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
+    with subprocess.Popen(command, stdin=-1, stdout=-1, env=launcher, pass_fds=[reader]) as spare:
+        os.close(reader)
+        beside = [rank(FIRST + n, n, os.getpid(), TORCHELASTIC_RUN_ID="none", SLURM_PROCID="0") for n in (0, 2, 3)]
+        read = processes.read_process(spare.pid)
+        end = time.monotonic() + 30
+        while (read is None or "NCCLGUARD_PLACE" not in (read.environ or {})) and time.monotonic() < end:
+            read = processes.read_process(spare.pid)
+        assert read is not None
+        (waiting,) = jobs_of(*beside, read)
+        script = [sys.executable, "-u", str(tmp_path / "train.py")]
+        with os.fdopen(writer, "w") as pipe:
+            json.dump({"env": place, "command": script, "stdout": None, "stderr": None}, pipe)
+        assert spare.stdout is not None and spare.stdout.readline()
+        read = processes.read_process(spare.pid)
+        assert read is not None
+        (job,) = jobs_of(*beside, read)
+        spare.communicate()
+    assert [one.rank for one in waiting.members] == [0, 2, 3]
+    assert waiting.ended == [processes.Ended(1)]
+    assert [(one.rank, one.process.pid) for one in job.members][1] == (1, spare.pid)
+    assert (job.name, len(job.members), job.ended) == ("gpu-01:29500", 4, [])
 
 
 def test_of_a_process_that_may_not_be_read_the_environment_is_not_known() -> None:

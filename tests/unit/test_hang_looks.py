@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ncclguard.hang.looks import Counters, Look, count, observe, started_by
+from ncclguard.hang.looks import Counters, Look, count, is_doubtful, observe, started_by
 from ncclguard.hang.stacks import Kind, Motion, Place
 
 BACKWARD = Place(Kind.BACKWARD, "backward", True, stack=("train.py:4 step", "backward"))
@@ -71,6 +71,55 @@ def test_what_the_watch_and_the_store_transfer_moves_no_rank(who: str) -> None:
         for second in range(2)
     ]  # fmt: skip
     assert (observe(looks).motion is Motion.STILL) is (who != "the program")
+
+
+WATCH = frozenset([12])
+LASTING = {
+    "a report that was written between two looks": ([0, 10**7, 10**7, 10**7], WATCH, Motion.STILL),
+    "what goes on until the last look": ([0, 10**7, 2 * 10**7, 3 * 10**7], WATCH, Motion.MOVING),
+    "what began between the last two": ([0, 0, 10**7], WATCH, Motion.MOVING),
+    "a rank without this library": ([0, 10**7, 10**7, 10**7], frozenset[int](), Motion.MOVING),
+}
+
+
+@pytest.mark.parametrize("by", ["threads that have ended", "processes that have ended"])
+@pytest.mark.parametrize("case", LASTING)
+def test_what_has_ended_in_a_rank_with_this_library_moves_it_while_it_goes_on(case: str, by: str) -> None:
+    """The thread that writes a report has ended in the next look, and all that is left of it is in the process's sum."""
+    done, own, motion = LASTING[case]
+    looks = watched_looks(done, own, Place(Kind.FILE, stack=("train.py:4 load",)), by.startswith("threads"))
+    assert observe(looks).motion is motion
+    assert is_doubtful(looks) is bool(own)
+
+
+@pytest.mark.parametrize("place", [BACKWARD, Place(Kind.SLEEP, stack=("train.py:4 pause",))], ids=["inside", "asleep"])
+def test_a_thread_that_has_ended_moves_no_rank_in_a_collective_beside_this_library(place: Place) -> None:
+    """Those that exchange its data are there before and after: a report that takes long is no progress."""
+    done = [0, 10**7, 2 * 10**7]
+    assert observe(watched_looks(done, WATCH, place, True)).motion is Motion.STILL
+    assert observe(watched_looks(done, frozenset(), BACKWARD, True)).motion is Motion.SPINNING
+    exchanged = [
+        replace(one, counters=replace(one.counters, transfers={10: 0, 11: some}))
+        for one, some in zip(watched_looks(done, WATCH, place, True), done, strict=True)
+        if one.counters is not None
+    ]
+    assert observe(exchanged).motion is not Motion.STILL
+
+
+def watched_looks(done: list[int], own: frozenset[int], place: Place, by_threads: bool) -> list[Look]:
+    """Return looks at a process, of which threads or processes that have ended have done this much."""
+    threads, transfers = {10: (0, 5), 11: (0, 1), 12: (0, 9)}, {10: 0, 11: 0, 12: 0}
+    return [
+        Look(
+            float(second),
+            Counters("S", threads, *((some, 0) if by_threads else (0, some // 10**5)), transfers=transfers),
+            place,
+            10,
+            (10, 12),
+            own_threads=own,
+        )
+        for second, some in enumerate(done)
+    ]
 
 
 def test_a_look_that_failed_between_two_others_says_nothing() -> None:

@@ -233,6 +233,24 @@ def test_a_rank_stands_where_the_thread_stands_that_keeps_the_gil() -> None:
     assert (found[0].stack[-1], found[0].holds_gil, found[1]) == (str(PAUSE), True, 11)
 
 
+@pytest.mark.parametrize("name", ["ncclguard-watch", "ncclguard-callbacks"])
+def test_a_thread_of_this_library_is_where_a_rank_stands_only_while_it_calls_the_program(name: str) -> None:
+    """It takes the GIL for a moment, in which the main thread sleeps on; a callback may hang with it."""
+    threads = [Thread(10, "MainThread", False, (MODULE, *IDLE)), Thread(11, name, True, (PAUSE,))]
+    found = place_of(threads, 10, lambda file, line: "")
+    assert found is not None
+    assert found[1] == (11 if name == "ncclguard-callbacks" else 10)
+
+
+def test_a_rank_that_waits_for_a_lock_does_so_beside_the_threads_of_this_library_too() -> None:
+    """They wait for messages, and no request that the program serves comes to them."""
+    main = Thread(10, "MainThread", False, (MODULE, PAUSE))
+    for name, kind in (("ncclguard-watch", Kind.LOCK), ("server", Kind.IDLE)):
+        found = place_of([main, Thread(11, name, False, IDLE)], 10, lambda file, line: "lock.acquire()")
+        assert found is not None
+        assert found[0].kind is kind
+
+
 @pytest.mark.parametrize("frames", [(), (Frame("bye", "/home/me/train.py", 30),)])
 def test_a_program_without_a_beginning_is_at_its_end(frames: tuple[Frame, ...]) -> None:
     found = place_of([Thread(10, "MainThread", False, frames)], 10, lambda file, line: "time.sleep(9)")

@@ -315,3 +315,8 @@ def test_ranks_of_other_hosts_are_asked_for() -> None:
 def test_without_stacks_a_rank_that_was_killed_is_still_named() -> None:
     verdict = judge(Evidence(4, [rank(n, None) for n in (0, 1, 3)], {2: -9}))
     assert (verdict.culprits, verdict.cause, verdict.confidence) == ((2,), Cause.LOST, "medium")
+
+
+@pytest.mark.parametrize(("size", "said"), [(5, "rank 4 was not seen"), (6, "ranks 4-5 were not seen")])
+def test_one_rank_or_several_were_not_seen(size: int, said: str) -> None:
+    assert said in str(judge(Evidence(size, [rank(n) for n in range(4)])).summary)
