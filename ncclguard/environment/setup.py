@@ -47,6 +47,7 @@ from ncclguard.environment.network import (
     read_links,
 )
 from ncclguard.environment.versions import Versions, detect_versions, within
+from ncclguard.spelling import hinted
 from ncclguard_explain.host import read_conf, read_file
 from ncclguard_explain.language import Message, joined, tr
 
@@ -677,6 +678,7 @@ def plan_environment(
     )
 
 
+@hinted
 def setup_env(
     profile: ProfileName | str = "auto",
     *,

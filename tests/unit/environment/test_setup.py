@@ -10,6 +10,7 @@ import types
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -286,3 +287,11 @@ def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
     """A misspelling."""
     with pytest.raises(ValueError, match="infiniband, roce, ethernet"):
         setup_env("infinband")
+
+
+def test_an_argument_that_there_is_not_is_refused_with_what_there_is() -> None:
+    setup: Any = setup_env
+    with pytest.raises(TypeError, match=r"setup_env has no argument 'nccl_debugs': did you mean nccl_debug=\?"):
+        setup(nccl_debugs="info")
+    with pytest.raises(TypeError, match="there are profile, process_group_timeout"):
+        setup(interface="eth9")
