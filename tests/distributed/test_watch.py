@@ -280,6 +280,12 @@ def test_top_sees_the_ranks_of_a_job_that_is_only_watched() -> None:
     assert 0 not in reports["afterwards"], result
 
 
+def wait_for_incident(watch: Any) -> None:
+    end = time.monotonic() + 20.0
+    while not watch.incidents and time.monotonic() < end:
+        time.sleep(0.1)
+
+
 def is_late_in_the_fourth_step() -> None:
     watch = ng.watch(timeout=3)
     dist.init_process_group("gloo")
@@ -287,12 +293,11 @@ def is_late_in_the_fourth_step() -> None:
     optimizer = torch.optim.SGD([parameter])
     for step in range(4):
         if step == 3 and dist.get_rank() == 1:
-            end = time.monotonic() + 20.0
-            while not watch.incidents and time.monotonic() < end:
-                time.sleep(0.1)
+            wait_for_incident(watch)
         parameter.grad = torch.ones(2)
         dist.all_reduce(parameter.grad)
         optimizer.step()
+    wait_for_incident(watch)  # which each rank is told at a time of its own
     (incident,) = watch.incidents
     faults.report(steps={report.rank: report.steps for report in incident.ranks}, text=str(incident))
     dist.barrier()
