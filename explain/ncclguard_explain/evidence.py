@@ -714,10 +714,7 @@ def _mark_stepped_over(evidence: Evidence) -> None:
     steps = [fact for fact in evidence.of(Kind.ALIVE) if fact.after_symptom and fact.name == "train"]
     sources = {fact.source for fact in steps}
     there = [fact for fact in accusing if fact.source in sources]
-    told = {_told(fact) for fact in there}
-    if not there or len({fact.source for fact in there}) > 1:
-        return
-    if not all(fact in there or _told(fact) in told for fact in accusing):  # a report or the launcher's log tells more
+    if len({fact.source for fact in there}) != 1 or not _tell_all(there, accusing):
         return
     last = max(there, key=lambda fact: max(fact.line, fact.until))
     end = max(max(fact.line, fact.until) + 2 * len(fact.frames) for fact in there)
@@ -731,7 +728,7 @@ def _mark_evaluated(evidence: Evidence) -> None:
 
     Each rank says so, and its incidents, which are written by a thread of their own, may stand behind that.
     """
-    over = {fact.source: fact.line for fact in evidence.of(Kind.NOTE, name="evaluation over")}  # the last line of each
+    over = {fact.source: max(fact.line, fact.until) for fact in evidence.of(Kind.NOTE, name="evaluation over")}
     accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB]
     there = [
         fact
@@ -739,10 +736,15 @@ def _mark_evaluated(evidence: Evidence) -> None:
         if fact.line < over.get(fact.source, 0)
         or (fact.source in over and fact.kind is Kind.GUARD and "phase='evaluation " in fact.detail)
     ]
-    told = {_told(fact) for fact in there}
-    if there and all(fact in there or _told(fact) in told for fact in accusing):
+    if there and _tell_all(there, accusing):
         for fact in accusing:
             fact.kind = Kind.RETRIED
+
+
+def _tell_all(some: Sequence[Fact], accusing: Sequence[Fact]) -> bool:
+    """Return whether some facts say all that these do: reports and a launcher's own log repeat what a log has."""
+    told = {_told(fact) for fact in some}
+    return all(_told(fact) in told for fact in accusing)
 
 
 def _told(fact: Fact) -> tuple[object, ...]:

@@ -177,6 +177,10 @@ def test_an_evaluation_that_ended_is_no_incident_unless_something_came_after_it(
     log.write_text(EVALUATED)
     report = explain([os.fspath(log)])
     assert not report.incident and "rank 1 raised KeyError" in report.summary, report.summary
+    log.write_text(
+        EVALUATED + EVALUATED.replace("step 9", "step 18").replace("'label'", "'other'")
+    )  # the next one, too
+    assert not explain([os.fspath(log)]).incident
     log.write_text(f'{EVALUATED}Traceback (most recent call last):\n  File "train.py", line 3\nValueError: later\n')
     assert explain([os.fspath(log)]).incident
     zh = "ncclguard evaluation evaluate() at step 9：1 次尝试后失败；返回 NaN，训练继续。"
