@@ -118,6 +118,16 @@ class Place:
         """Tell whether it is a call that peers have to make too."""
         return self.kind in INSIDE
 
+    @property
+    def asks(self) -> bool:
+        """Tell whether who waits there asks the store or Ray again and again."""
+        return self.kind in (Kind.SETUP, Kind.STORE) or self.op == RAY_REPORT
+
+    @property
+    def wakes(self) -> bool:
+        """Tell whether who waits there wakes up for it: it may be running, or want a processor, at any moment."""
+        return self.asks or (self.inside and self.guarded)
+
 
 _P2P: Final = frozenset(["send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"])
 _SETUP: Final = frozenset(

@@ -16,7 +16,7 @@ from typing import Final
 from ncclguard.environment.ras import Communicator
 from ncclguard.hang.launches import behind, counts_of, strayed
 from ncclguard.hang.names import names_of
-from ncclguard.hang.stacks import INSIDE, RAY_REPORT, Kind, Motion, Place, programs_line
+from ncclguard.hang.stacks import INSIDE, Kind, Motion, Place, programs_line
 from ncclguard_explain.cause import ADVICE, WORD, Cause
 from ncclguard_explain.language import Message, joined, tr
 
@@ -98,10 +98,9 @@ class Seen:
         """
         if self.place is None or self.stopped or self.place.kind not in INSIDE:
             return False
-        asks = self.place.kind in (Kind.SETUP, Kind.STORE) or self.place.op == RAY_REPORT
         if self.place.guarded and self.motion is Motion.WAKING:
             return True
-        return self.motion is Motion.STILL or (asks and self.motion in (Motion.WAKING, Motion.SPINNING))
+        return self.motion is Motion.STILL or (self.place.asks and self.motion in (Motion.WAKING, Motion.SPINNING))
 
     @property
     def may_wait(self) -> bool:

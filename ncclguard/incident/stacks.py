@@ -7,6 +7,10 @@ Every rank offers a signal whose C-level handler (`faulthandler.register`) write
 in memory, without the GIL. A peer sends the signal to a thread of this library, so that no system call of the program
 is interrupted, and reads the file through ``/proc/<pid>/fd``: for processes of one user that needs no right to trace. A
 process that is stopped runs no handler: then /proc says so, and py-spy is tried where it is installed and allowed.
+
+The handler reads the frames of threads that run meanwhile, which may end the process with SIGSEGV. So a peer looks
+first which of them run: a single one gets the signal itself and stands still then, and where there are more nobody is
+asked.
 """
 
 from __future__ import annotations
@@ -347,9 +351,15 @@ LOOK_AGAIN: Final = 0.5
 #: The part of that time for which a thread waits for a processor where the machine is overloaded. A process may stand
 #: still then in nothing but a garbage collection, which takes 0.2 s of a processor in one with torch, and has the GIL.
 OVERLOADED: Final = 0.75
+#: Seconds for which threads are watched before one gets the signal, and the part of it for which one has to have had a
+#: processor to be running; who waits for the GIL wakes up 200 times a second, and has it for less than a hundredth.
+WATCHED_FOR: Final = 0.1
+RUNNING: Final = 0.05
 #: Seconds that py-spy may take.
 PYSPY_WITHIN: Final = 3.0
 _FILE: Final = "ncclguard-stacks"
+#: What the names of threads begin with that run no Python: torch's and NCCL's own.
+_NATIVE: Final = ("pt_nccl", "pt_gloo", "pt_tcpstore", "gloo_", "NCCL ", "cuda")
 _STATES: Final = {
     "R": tr("running"),
     "S": tr("sleeping"),
@@ -421,14 +431,17 @@ def fetch(pid: int, given: Offer | None) -> Fetched:
     )
     if letter in "ZX?":
         return Fetched(note=where)
+    runs = False
     if letter in "Tt":
         why = tr("a stopped process cannot write its stacks")
     elif given is None:
         why = tr("it offers no stacks (stack_signal)")
     elif not int(fields.get("SigCgt", "0"), 16) >> (given.signal - 1) & 1:
         why = tr("it does not handle signal {signal} any more", signal=given.signal)
+    elif (running := _running(pid)) is None:
+        runs, why = True, tr("several of its threads run: the signal could end it")
     else:
-        text = _have_written(pid, given)
+        text = _have_written(pid, replace(given, thread=running or given.thread))
         stack, threads = parse(text, given.main)
         if stack:
             note = tr("{where}; its stacks were written by a signal handler, without the GIL", where=where)
@@ -436,18 +449,19 @@ def fetch(pid: int, given: Offer | None) -> Fetched:
         why = tr("it did not write the stack of its main thread when it was sent the signal")
     spied = _spy(pid)
     if spied.stack:
-        return Fetched(spied.stack, spied.threads, tr("{where}; {why}: read by py-spy", where=where, why=why))
-    return Fetched(note=f"{where}; {why}; {spied.note}")
+        note = tr("{where}; {why}: read by py-spy", where=where, why=why)
+        return Fetched(spied.stack, spied.threads, note, runs=runs)
+    return Fetched(note=f"{where}; {why}; {spied.note}", runs=runs)
 
 
 def observe(pid: int, given: Offer | None) -> Fetched:
     """Get the stacks of a process as `fetch` does, and look again whether it runs: so that a slow one is not stuck."""
     waits, began = processor_waits(pid), time.monotonic()
     found = fetch(pid, given)
-    if _status(pid).get("State", "?")[:1] in "ZXTt?":
+    if found.runs or _status(pid).get("State", "?")[:1] in "ZXTt?":
         return found
     time.sleep(LOOK_AGAIN)
-    if found.written and given is not None and _goes_on(found.written, _have_written(pid, given)):
+    if found.written and given is not None and _goes_on(found.written, fetch(pid, given)):
         note = tr("{note}; it went on between two looks: it runs", note=found.note)
         return replace(found, runs=True, note=note)
     took, later = time.monotonic() - began, processor_waits(pid)
@@ -463,12 +477,12 @@ def observe(pid: int, given: Offer | None) -> Fetched:
     return replace(found, runs=True, note=note)
 
 
-def _goes_on(before: str, after: str) -> bool:
-    """Return whether a thread has gone on between two writings: without the GIL none of Python's can.
+def _goes_on(before: str, after: Fetched) -> bool:
+    """Return whether a thread has gone on since a writing: without the GIL none of Python's can.
 
     One that was read in part, or with what another reader has asked for behind it, is no other one.
     """
-    return not (before.startswith(after) or after.startswith(before))
+    return after.runs or not (before.startswith(after.written) or after.written.startswith(before))
 
 
 def parse(text: str, main: int) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
@@ -540,18 +554,49 @@ def exit_status(pid: int) -> str:
 
 
 def processor_waits(pid: int) -> dict[str, float]:
-    """Return for how many seconds each thread of a process, by its native id, has waited for a processor so far.
+    """Return for how many seconds each thread of a process, by its native id, has waited for a processor so far."""
+    return {thread: waited for thread, (_, waited) in _scheduled(pid).items()}
 
-    That is the second number of /proc/<pid>/task/<tid>/schedstat (sched-stats.rst of the kernel); kernels may be built
-    without it.
+
+def _scheduled(pid: int) -> dict[str, tuple[float, float]]:
+    """Return for how many seconds each thread of a process has had a processor, and has waited for one.
+
+    These are the first numbers of /proc/<pid>/task/<tid>/schedstat (sched-stats.rst of the kernel); kernels may be
+    built without it.
     """
     found = {}
-    with contextlib.suppress(OSError):  # the process has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            numbers = read_file(f"/proc/{pid}/task/{thread}/schedstat").split()
-            if len(numbers) > 1:
-                found[thread] = int(numbers[1]) / 1e9
+    for thread in _threads(pid):
+        numbers = read_file(f"/proc/{pid}/task/{thread}/schedstat").split()
+        found[thread] = (int(numbers[0]) / 1e9, int(numbers[1]) / 1e9) if len(numbers) > 1 else (0.0, 0.0)
     return found
+
+
+def _threads(pid: int) -> set[str]:
+    """Return the native ids of a process's threads, none once it has ended."""
+    try:
+        return set(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return set()
+
+
+def _running(pid: int) -> int | None:
+    """Return the one thread of a process that runs, of those that may run Python, 0 for none, None for several.
+
+    One that begins or ends is as good as several: it needs the GIL for that. Takes WATCHED_FOR seconds.
+    """
+    before, began = _scheduled(pid), time.monotonic()
+    while time.monotonic() - began < WATCHED_FOR:
+        time.sleep(0.002)  # a thread that does little is there for less
+        if _threads(pid) != set(before):
+            return None
+    after, seconds = _scheduled(pid), time.monotonic() - began
+    running = [
+        int(thread)
+        for thread, (had, _) in before.items()
+        if after.get(thread, (had, 0.0))[0] - had > RUNNING * seconds
+        and not read_file(f"/proc/{pid}/task/{thread}/comm").startswith(_NATIVE)
+    ]
+    return None if len(running) > 1 else sum(running)
 
 
 def _choose(setting: str) -> int:

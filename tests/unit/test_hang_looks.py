@@ -39,6 +39,27 @@ def test_a_main_thread_that_runs_says_nothing_of_the_one_that_trains() -> None:
     assert {at: observe(some).motion for at, some in looks.items()} == {10: Motion.SPINNING, 12: Motion.STILL}
 
 
+@pytest.mark.parametrize(
+    ("place", "motions"),
+    [
+        (Place(Kind.COLLECTIVE, "safe_all_reduce", guarded=True), (Motion.WAKING, Motion.MOVING)),
+        (Place(Kind.STORE, "wait"), (Motion.WAKING, Motion.MOVING)),
+        (Place(Kind.PYTHON), (Motion.MOVING, Motion.MOVING)),
+    ],
+    ids=["guarded", "store", "program"],
+)
+def test_who_wakes_up_to_ask_is_not_at_work_for_being_met_running_once(
+    place: Place, motions: tuple[Motion, Motion]
+) -> None:
+    """On a busy host it waits for a processor each time, and is met so at many a look."""
+    names = frozenset(["pt_gloo_runloop"])
+    counted = [Counters("S", {10: (0, 5 * second)}, None, 0, names) for second in range(2)]
+    runs = [replace(one, running=frozenset([10])) for one in counted]
+    for last_two, motion in zip(([counted[0], runs[1]], runs), motions, strict=True):
+        looks = [Look(float(second), one, place, 10, (10,)) for second, one in enumerate(last_two)]
+        assert observe(looks).motion is motion
+
+
 def test_a_report_that_is_being_written_moves_no_rank() -> None:
     """The threads of `watch` compute and write for a second when a limit has passed: nobody trains meanwhile."""
     looks = [

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +101,50 @@ def test_a_process_that_does_not_handle_the_signal_gets_none() -> None:
         if child.stdout is not None:
             child.stdout.close()
     assert "unknown state" in stacks.fetch(child.pid, None).note
+
+
+CHURNS = """
+import threading, time
+from ncclguard.incident import stacks
+offer = stacks.offer("auto", threading.get_native_id())
+def deep(depth):
+    return [deep(depth - 1)] if depth else []
+def spin():
+    while True:
+        deep(30)
+def start_threads():
+    while True:
+        one = threading.Thread(target=deep, args=(5,))
+        one.start()
+        one.join()
+for target in {targets}:
+    threading.Thread(target=target, daemon=True).start()
+print(offer.signal, offer.thread, offer.descriptor, offer.main, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("targets", "several"), [("[spin, spin]", True), ("[start_threads]", True), ("[spin]", False)])
+def test_no_process_is_asked_by_a_signal_while_frames_come_and_go_that_it_would_read(
+    targets: str, several: bool
+) -> None:
+    """Without the GIL `faulthandler` reads frames that threads have left meanwhile: SIGSEGV after 7,000 signals."""
+    code = CHURNS.format(targets=targets)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            offer = stacks.Offer(*map(int, child.stdout.readline().split()))
+            time.sleep(0.3)  # until its main thread has come to rest
+            found = stacks.observe(child.pid, offer)
+            assert found.runs or not several, found  # one thread may be met at the same depth twice
+            written = Path(f"/proc/{child.pid}/fd/{offer.descriptor}").read_text()
+            assert ("several of its threads run" in found.note, written == "") == (several, several), found
+            if not several:  # the thread that runs stands still while it reads
+                _, _, own = written.partition("Current thread")
+                assert "in spin" in own, written
+        finally:
+            child.kill()
 
 
 BUSY = """
