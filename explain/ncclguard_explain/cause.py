@@ -97,5 +97,11 @@ ADVICE_ABORTED = tr(
     lost=ADVICE_WATCHED[Cause.LOST],
 )
 
+#: That of a watched rank that has aborted.
+ADVICE_ABORT = tr(
+    "It aborted itself (SIGABRT): the last lines of its own output say why. On gloo a call with another size than the "
+    "others' does that. Restart the job: the groups of this rank are unusable."
+)
+
 #: That of a lost rank of a group outside the job, such as an engine in a channel of weights.
 ADVICE_OUTSIDE = tr("{see} Start it again: it can join the others anew.", see=SEE_LOST)

@@ -309,7 +309,7 @@ _NOT_IMPORTED = re.compile(r"\bUnknown backend type:? '?ncclguard")
 def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bool, own: Fact | None = None) -> str:
     """Return the one thing to do next; `own` is the incident of ncclguard's that the verdict is, which has its own."""
     if own is not None and own.advice:
-        return received(own.advice[0])
+        return _of_messages(finding, verdict) or received(own.advice[0])
     if any(_NOT_IMPORTED.search(fact.detail) for fact in verdict.facts + finding.facts):
         return tr(
             'Write `import ncclguard` before init_process_group("ncclguard"), in the program of every rank: that makes the '
@@ -348,6 +348,12 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
     )
 
 
+def _of_messages(finding: Finding, verdict: Verdict) -> str:
+    """Return what to do by messages that say more than an incident of a lost rank: what the rank was lost of."""
+    more = verdict.cause is Cause.LOST and finding.confidence == "high"
+    return _ADVICE.get(finding.name, "") if more and finding.name in _DIFFER else ""
+
+
 _STACKS = tr(
     "Next time have the stacks: run `ncclguard hang` on the hosts while it hangs (or `py-spy dump --pid PID` on every rank); set "
     "TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) and "
@@ -364,7 +370,7 @@ _GUARDED = tr(
 
 
 def advise(
-    cause_class: str,
+    finding: Finding,
     verdict: Verdict,
     timeout_ms: int | None,
     stacks: bool,
@@ -377,7 +383,8 @@ def advise(
     what to do already, which is all that is said then.
     """
     if own is not None and own.advice:
-        return [received(advice) for advice in own.advice]
+        first = _of_messages(finding, verdict)
+        return [first] * bool(first) + [received(advice) for advice in own.advice]
     lines: list[str] = []
     if verdict.culprits:
         who = ranks_text(verdict.culprits)
@@ -393,7 +400,7 @@ def advise(
             ranks=suspects,
         )
         lines.append(text)
-    lines += [_ADVICE[cause_class]] if cause_class in _ADVICE else []
+    lines += [_ADVICE[finding.name]] if finding.name in _ADVICE else []
     if timeout_ms is not None:
         text = tr(
             "The limit in force was {seconds:g} s, as printed. If you set another one, it did not reach this process "
@@ -402,5 +409,5 @@ def advise(
         )
         lines.append(text)
     lines += [] if stacks else [_STACKS]
-    lines += [_MORE] if cause_class == "unknown" else []
+    lines += [_MORE] if finding.name == "unknown" else []
     return lines if guarded else [*lines, _GUARDED]

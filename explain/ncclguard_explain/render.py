@@ -194,8 +194,10 @@ def print_report(report: Report, console: Console) -> None:
         line(tr("Stack of rank {rank}:", rank="?" if stack.rank is None else stack.rank))
         for frame in stack.frames[-6:]:
             console.print(Text(f"    {frame}"), soft_wrap=True)
-    line(tr("What to do next"), "bold")
-    for number, sentence in enumerate(report.advice, 1):
+    further = [sentence for sentence in report.advice if sentence != report.next_step]
+    if further:
+        line(tr("What to do next"), "bold")
+    for number, sentence in enumerate(further, 1):
         console.print(Text(f"  {number}. {say(sentence)}"), soft_wrap=True)
     _notes(report, console)
 

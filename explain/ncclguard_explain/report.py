@@ -244,7 +244,7 @@ def diagnose(
         sides=tuple(Side(what=what, ranks=ranks) for what, ranks in verdict.sides),
         evidence=tuple(_mention(fact) for fact in evidence_facts[:LISTED]),
         consequences=tuple(_mention(fact) for fact in consequences[:LISTED]),
-        advice=tuple(advise(finding.name, verdict, timeout, bool(stacks), own, bool(guard_incidents(evidence))))
+        advice=tuple(advise(finding, verdict, timeout, bool(stacks), own, bool(guard_incidents(evidence))))
         if incident
         else (),
         arithmetic=tuple(explain_numel(work, model, zero)) if work else (),

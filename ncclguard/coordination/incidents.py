@@ -28,7 +28,16 @@ from ncclguard.protocol.decision import (
     interrupted_from_outside,
     is_interrupt,
 )
-from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_OUTSIDE, ADVICE_WATCHED, SEE_LOST, WORD, Cause
+from ncclguard_explain.cause import (
+    ADVICE,
+    ADVICE_ABORT,
+    ADVICE_ABORTED,
+    ADVICE_OUTSIDE,
+    ADVICE_WATCHED,
+    SEE_LOST,
+    WORD,
+    Cause,
+)
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
 
@@ -199,6 +208,8 @@ def _advice(
         return _advice_on_stuck(blamed, state) or advice
     if cause is Cause.LOST and not state.guarded:
         ends = [one.note or "" for one in blamed]
+        if ends and all("killed by SIGABRT" in end for end in ends):
+            return ADVICE_ABORT
         return advice if ends and all(map(_OTHER_END.search, ends)) else ADVICE_ABORTED
     astray = state.guarded and any(map(_in_torchs_own, ranks))
     if begins_evaluation(text):

@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import events, lifecycle, torch_compat
 from ncclguard.faults.fault import EVENTS_VARIABLE, Fault
+from ncclguard.metrics.records import slow_text
 from ncclguard_explain.cause import WORD, Cause
-from ncclguard_explain.language import speaking_to, told
+from ncclguard_explain.language import say, speaking_to, told
 from ncclguard_explain.ranks import ranks_text
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class _Recorder(events.Listener):
 
     def slow_found(self, slow: SlowRanks | None) -> None:
         if slow is not None:
-            summary = str(slow)
+            summary = say(slow_text(slow))
             event("failed", cause="slow", culprits=list(slow.ranks), agreed=True, torn=False, summary=summary)
             event("went on", op="the job", participants=list(range(dist.get_world_size())))
 

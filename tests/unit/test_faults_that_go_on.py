@@ -137,15 +137,20 @@ def test_the_advice_fits_a_rank_without_memory_and_one_that_came_too_late() -> N
 
 
 @pytest.mark.parametrize(
-    ("how", "may_have_aborted"),
-    [("", True), (": killed by SIGABRT", True), (": killed by SIGKILL", False), (": exit code 3", False)],
+    ("how", "aborted", "killed"),
+    [
+        ("", True, True),
+        (": killed by SIGABRT", True, False),
+        (": killed by SIGKILL", False, True),
+        (": exit code 3", False, True),
+    ],
 )
-def test_the_advice_speaks_of_gloos_abort_only_where_that_may_be(how: str, may_have_aborted: bool) -> None:
+def test_the_advice_speaks_of_gloos_abort_only_where_that_may_be(how: str, aborted: bool, killed: bool) -> None:
     state = WatchState("watch", 0, (0, 1))
     gone = {1: Departure(1, Cause.LOST, f"process 51 of rank 1 on a has ended{how}")}
     verdict = Verdict(0, 1, Action.FAIL, Cause.LOST, ((1, Cause.LOST),), (0, 1))
     incident = Incident.from_json(summarise(verdict, {0: entered(0)}, gone, {}, state))
-    assert ("SIGABRT" in incident.advice) is may_have_aborted
+    assert ("SIGABRT" in incident.advice, "out-of-memory killer" in incident.advice) == (aborted, killed)
 
 
 @pytest.mark.parametrize(("culprits", "sequel"), [((), True), ((0, 1), True), ((2,), False)])

@@ -13,7 +13,7 @@ from explain_logs import timeout
 from ncclguard.incident.model import Incident
 from ncclguard.incident.report import show
 from ncclguard_explain import Report, explain
-from ncclguard_explain.cause import ADVICE, Cause
+from ncclguard_explain.cause import ADVICE, ADVICE_ABORT, Cause
 from ncclguard_explain.language import choose
 
 Explain = Callable[..., Report]
@@ -447,3 +447,27 @@ def test_who_has_not_imported_the_package_is_told_to(explain_lines: Explain) -> 
     ]
     report = explain_lines(lines)
     assert report.next_step.startswith("Write `import ncclguard` before init_process_group"), report.next_step
+
+
+@pytest.mark.parametrize("of", ["panel", "log"])
+def test_what_a_lost_rank_was_lost_of_is_advised_about_where_its_output_says_so(of: str, tmp_path: Path) -> None:
+    """A rank that calls with another size than the others is ended by gloo, and no memory has to be looked for."""
+    lost = INCIDENT.model_copy(
+        update={
+            "cause": Cause.LOST, "summary": "all_reduce(Float [1000], group 0 default_pg, number 6) stood still for 0.117 s: rank 2 lost.",
+            "advice": ADVICE_ABORT,
+        }
+    )  # fmt: skip
+    lost = lost.model_copy(update={"ranks": [one for one in lost.ranks if one.rank != 2]})
+    log = panel(tmp_path, "en", lost)
+    if of == "log":
+        said = (
+            "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at pair.cc:456] "
+            "op.preamble.length <= op.nbytes. 500 vs 452. Received data size doesn't match expected size. Is there a "
+            "distributed collective mismatch in your code?\n"
+        )
+        log.write_text(said + log.read_text())
+    report = explain([os.fspath(log)])
+    assert report.culprits == (2,)
+    assert report.next_step.startswith("Compare the tensor shapes" if of == "log" else "It aborted itself")
+    assert ADVICE_ABORT in report.advice
