@@ -299,11 +299,15 @@ def _ended(evidence: Evidence) -> Verdict | None:
     # Who ended because of another rank has an exit code too: that of an exception, or SIGABRT's.
     others = any(not one.waits and one not in still for one in evidence.seen) or bool(evidence.unseen)
     if len(ranks) > 1 or (code is not None and code < 0) or others:
-        summary = tr("{ranks} have ended, and others wait for them; which of them was the first cannot be told.",
-                     ranks=names_of(ranks).capitalised())  # fmt: skip
+        if len(ranks) > 1:
+            summary = tr("{ranks} have ended, and others wait for them; which of them was the first cannot be told.",
+                         ranks=names_of(ranks).capitalised())  # fmt: skip
+        else:
+            summary = tr("{ranks} has ended, and others wait for it; why it ended cannot be told from here.",
+                         ranks=names_of(ranks).capitalised())  # fmt: skip
         failed = any(code is not None and code > 0 for code in codes.values())
         return Verdict((), Cause.FAILED if failed else Cause.UNKNOWN, "low", True, summary, _where(evidence.seen),
-                       tr("Read the log of each of them: the earliest exception counts."))  # fmt: skip
+                       tr("Read the log of each rank that has ended: the earliest exception counts."))  # fmt: skip
     if code is None:
         return _named(evidence, ranks, Cause.LOST, "medium",
                       tr("{ranks} without a process on this host: ended, or never started; {where}",

@@ -236,6 +236,11 @@ def test_nobody_is_named_without_proof(case: str) -> None:
     assert verdict.summary
 
 
+@pytest.mark.parametrize(("ended", "said"), [({2: -6}, "Rank 2 has ended"), ({2: 1, 3: 1}, "Ranks 2-3 have ended")])
+def test_those_that_have_ended_are_told_as_one_or_several(ended: dict[int, int], said: str) -> None:
+    assert judge(Evidence(4, [rank(0), rank(1)], dict(ended))).summary.startswith(said)
+
+
 def spinning(place: Place, struck: Seen) -> Evidence:
     """All but one compute in one call, as the host does while it waits for NCCL's kernels."""
     return Evidence(4, [struck, *(rank(n, place, Motion.SPINNING) for n in (0, 1, 3))], seconds=2.5)
