@@ -23,7 +23,8 @@ SHOWN = (
     "ncclguard/checksum.py", "ncclguard/config.py", "ncclguard/groups.py", "ncclguard/replicas/",
     "ncclguard/environment/catalogue.py", "ncclguard/environment/doctor/", "ncclguard/environment/limits.py",
     "ncclguard/environment/network.py", "ncclguard/environment/setup.py", "ncclguard/errors.py", "explain/", "ncclguard/faults/drill",
-    "ncclguard/hang/", "ncclguard/incident/page.py", "ncclguard/incident/templates/", "ncclguard/process_group/work_queue.py",
+    "ncclguard/hang/", "ncclguard/incident/page.py", "ncclguard/incident/templates/", "ncclguard/metrics/control.py",
+    "ncclguard/metrics/top_command.py", "ncclguard/process_group/work_queue.py",
 )  # fmt: skip
 #: What the core's messages are made of: sent with them.
 ALSO_SENT = ("explain/ncclguard_explain/cause.py", "explain/ncclguard_explain/ranks.py")

@@ -27,6 +27,7 @@ from typing import Any
 from ncclguard.arguments import seconds_or_zero
 from ncclguard.metrics.settings import SETTINGS
 from ncclguard_explain.command_line import described
+from ncclguard_explain.language import tr
 
 log = logging.getLogger("ncclguard")
 
@@ -46,6 +47,10 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 class ControlError(Exception):
     """The rank could not be reached, or refused; the text says why and what to do."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text  # str(error) has lost the template, by which it can be translated
 
 
 class ControlSocket:
@@ -205,9 +210,12 @@ def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
             connection.sendall(json.dumps(question).encode() + b"\n")
             answered = json.loads(_line(connection, 1 << 26))
     except (OSError, ValueError) as error:
-        raise ControlError(
-            f"the rank at {path.name} does not answer ({error}): it has ended, or its interpreter does not run"
-        ) from error
+        text = tr(
+            "the rank at {name} does not answer ({error}): it has ended, or its interpreter does not run",
+            name=path.name,
+            error=error,
+        )
+        raise ControlError(text) from error
     if "error" in answered:
         raise ControlError(str(answered["error"]))
     return dict(answered)
@@ -218,18 +226,19 @@ def choose(wanted: str | None) -> tuple[str, dict[int, Path]]:
     found = jobs()
     if wanted is not None and wanted in found:
         return wanted, found[wanted]
-    known = (
-        f"there are {', '.join(found)}"
-        if found
-        else "one can be once its program calls setup_nccl_monitoring() or watch()"
-    )
+    if found:
+        known = tr("there are {some}", some=", ".join(found))
+    else:
+        known = tr("one can be once its program calls setup_nccl_monitoring() or watch()")
     if wanted is not None:
-        raise ControlError(f"there is no job {wanted!r} of this user on this host; {known}")
+        raise ControlError(
+            tr("there is no job {name} of this user on this host; {known}", name=repr(wanted), known=known)
+        )
     if len(found) == 1:
         return next(iter(found.items()))
-    raise ControlError(
-        f"name the job with --job; {known}" if found else f"no job of this user here can be asked; {known}"
-    )
+    if found:
+        raise ControlError(tr("name the job with --job; {known}", known=known))
+    raise ControlError(tr("no job of this user here can be asked; {known}", known=known))
 
 
 def first_answer(ranks: dict[int, Path], question: dict[str, Any]) -> tuple[Path, dict[str, Any]]:

@@ -247,7 +247,9 @@ def _job(known: object, snapshot: Snapshot) -> dict[str, Any]:
         "world_size": snapshot.world_size,
         "statistics_every": config.exchange_every,
         "warn_after": config.warn_after,
+        "time": snapshot.time,
         "open": [asdict(call) for call in snapshot.open],
+        "watched": dict(snapshot.watched),
         "tables": {
             key: {**asdict(replace(table, rows=())), "rows": [astuple(row) for row in table.rows]}
             for key, table in tables.items()

@@ -340,7 +340,8 @@ class Snapshot(Record):
     name. `losses` and `rejoins`: ranks that this rank has gone on without, and that came back; `lost_seconds`: what
     that cost the job. They are the same on all ranks that have been there all the time: take one, not the sum. `slow`:
     who holds the job up now, as far as `watch` knows. `channels`: the ends of weight channels in this process.
-    `verdict`: that of `watch` on a collective which stands still now; empty where there is none.
+    `verdict`: that of `watch` on a collective which stands still now; empty where there is none. `watched`: how many
+    collectives of torch this process has issued in the groups that it has now, by group and backend, as `watch` sees.
     """
 
     kind: ClassVar[str] = "snapshot"
@@ -359,6 +360,7 @@ class Snapshot(Record):
     slow: SlowRanks | None = None
     channels: tuple[ChannelStatus, ...] = ()
     verdict: str = ""
+    watched: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

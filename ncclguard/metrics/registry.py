@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ncclguard import events
@@ -171,6 +171,9 @@ class Watched(Protocol):
     def verdict(self) -> str:
         """Return the agreed verdict on one that stands still now, in a sentence; empty where there is none yet."""
 
+    def issued(self) -> Mapping[str, int]:
+        """Return how many collectives this process has issued, by group and backend."""
+
     def awaited(self) -> list[dict[str, Any]]:
         """Return whom this rank has found awaited in them, as `Monitor.awaited` does."""
 
@@ -289,6 +292,7 @@ class RecordingListener(events.Listener):
             slow=next((found for found in (watched.slow() for watched in tuple(_watched)) if found is not None), None),
             channels=tuple(status() for status in tuple(_channels)),
             verdict=next(filter(None, (watched.verdict() for watched in tuple(_watched))), ""),
+            watched={channel: number for one in tuple(_watched) for channel, number in one.issued().items()},
         )
 
     def open_operations(self) -> tuple[OpenOperation, ...]:

@@ -10,9 +10,9 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -25,7 +25,8 @@ from ncclguard.metrics.control import ControlError, ask, choose
 from ncclguard.metrics.records import ChannelStatus, SlowRanks, channel_text, slow_text
 from ncclguard.metrics.settings import shown
 from ncclguard_explain.command_line import described
-from ncclguard_explain.ranks import Hosts
+from ncclguard_explain.language import Message, say, speaking_to, told, tr
+from ncclguard_explain.ranks import Hosts, ranks_text
 
 EXIT_CODES = {0: "shown, until Ctrl-C", 2: "there is no such job of this user on this host, or no rank answers"}
 EXAMPLES = {
@@ -40,23 +41,29 @@ MAX_ROWS = 32
 def main(argv: Sequence[str] | None = None) -> int:
     """Show until Ctrl-C; 0, or 2 when there is no such job. `--once` and a stdout that is no terminal: one picture."""
     options = build_parser().parse_args(argv)
-    console = Console(width=None if sys.stdout.isatty() else 160)
     try:
-        job, ranks = choose(options.job)
-        picture = whole_job if options.all else this_host
-        if options.once or not console.is_terminal:
-            console.print(picture(job, ranks))
-            return 0
-        with Live(picture(job, ranks), console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(options.interval)
-                job, ranks = choose(job)
-                live.update(picture(job, ranks), refresh=True)
+        with speaking_to(sys.stdout):
+            return _show(options)
     except KeyboardInterrupt:
         return 0
     except ControlError as error:
-        print(f"ncclguard top: {error}", file=sys.stderr)
+        with speaking_to(sys.stderr):
+            print(f"ncclguard top: {say(error.text)}", file=sys.stderr)
         return 2
+
+
+def _show(options: argparse.Namespace) -> int:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    job, ranks = choose(options.job)
+    picture = whole_job if options.all else this_host
+    if options.once or not console.is_terminal:
+        console.print(picture(job, ranks))
+        return 0
+    with Live(picture(job, ranks), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(options.interval)
+            job, ranks = choose(job)
+            live.update(picture(job, ranks), refresh=True)
 
 
 def this_host(job: str, ranks: dict[int, Path]) -> Group:
@@ -76,7 +83,7 @@ def statuses(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
         try:
             found[rank] = ask(path, {"command": "status"})
         except ControlError as error:
-            found[rank] = str(error)
+            found[rank] = error.text
     return found
 
 
@@ -89,7 +96,7 @@ def job_answers(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
             answer = found[rank] = ask(path, {"command": "job", "known": sorted(known)})
             known |= answer["tables"].keys()
         except ControlError as error:
-            found[rank] = str(error)
+            found[rank] = error.text
     return found
 
 
@@ -136,32 +143,48 @@ def _title(job: str, statuses: Mapping[int, object], answers: Mapping[int, dict[
     hosts = sorted({status["snapshot"]["host"] for status in answers.values()})
     hanging = [rank for rank, status in answers.items() if status["snapshot"]["hang"]]
     text = Text(
-        f"job {job}: {len(statuses)} of {size or '?'} ranks are on this host ({', '.join(hosts) or 'no answer'})"
+        told(
+            "job {job}: {count} of {size} ranks are on this host ({host})",
+            job=job,
+            count=len(statuses),
+            size=size or "?",
+            host=", ".join(hosts) or tr("no answer"),
+        )
     )
     if size > len(statuses):
-        text.append("; of the others only arrivals are known here", style="dim")
+        text.append(told("; of the others only arrivals are known here"), style="dim")
     if hanging:
-        text.append(f"  WAITING FOR LONG: ranks {', '.join(map(str, hanging))}", style="bold red")
+        waiting = told("WAITING FOR LONG: ranks {numbers}", numbers=", ".join(map(str, hanging)))
+        text.append(f"  {waiting}", style="bold red")
     return text
+
+
+def _table(title: str, columns: Iterable[str], left: Container[int]) -> Table:
+    """Build an empty table; `left`: the positions of columns that hold words, the others hold numbers."""
+    table = Table(title=title, title_justify="left")
+    for position, name in enumerate(columns):
+        table.add_column(name, justify="left" if position in left else "right", overflow="fold")
+    return table
 
 
 def _verdicts(answers: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
     """Return the verdicts of `watch` on what stands still; one that several ranks know is one line."""
     return [
-        Text(text, style="bold red")
+        Text(say(text), style="bold red")
         for text in dict.fromkeys(each["snapshot"]["verdict"] for each in answers.values())
         if text
     ]
 
 
 def _ranks(statuses: Mapping[int, dict[str, Any] | str]) -> Table:
-    table = Table(title="ranks", title_justify="left")
-    for name in ("rank", "pid", "now in", "since s", "limit s", "operations", "failed", "waited s"):
-        table.add_column(name, justify="left" if name == "now in" else "right", overflow="fold")
+    watched = any(not isinstance(status, str) and status["snapshot"]["watched"] for status in statuses.values())
+    columns = [told("rank"), "pid", told("now in"), told("since s"), told("limit s")]
+    columns += [told("watched")] if watched else []
+    table = _table(told("ranks on this host"), [*columns, told("guarded"), told("failed"), told("waited s")], left=[2])
     ordered = sorted(statuses.items(), key=_urgency)[:MAX_ROWS]
     for rank, status in sorted(ordered):
         if isinstance(status, str):
-            table.add_row(str(rank), "-", Text(status, style="red"), "", "", "", "", "")
+            table.add_row(str(rank), "-", Text(say(status), style="red"))
             continue
         snapshot = status["snapshot"]
         series, calls = snapshot["series"], snapshot["open"]
@@ -173,6 +196,7 @@ def _ranks(statuses: Mapping[int, dict[str, Any] | str]) -> Table:
             Text(oldest["text"], style="red" if oldest["late"] else "yellow") if oldest else Text("-", style="dim"),
             f"{oldest['age']:.1f}" if oldest else "",
             f"{oldest['limit']:g}" if oldest else "",
+            *([str(sum(snapshot["watched"].values()))] if watched else []),
             str(sum(one["count"] for one in series)),
             Text(str(failed), style="red" if failed else ""),
             f"{sum(one['waited'] for one in series):.2f}",
@@ -191,13 +215,13 @@ def _urgency(item: tuple[int, dict[str, Any] | str]) -> tuple[float, int]:
 def _slow(status: dict[str, Any]) -> list[RenderableType]:
     """Return who is slow without hanging, as `watch` has told all ranks."""
     found = status["snapshot"]["slow"]
-    return [] if found is None else [Text(str(slow_text(SlowRanks(**found))), style="yellow")]
+    return [] if found is None else [Text(say(slow_text(SlowRanks(**found))), style="yellow")]
 
 
 def _channels(answers: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
     """Return a line for each end of a weight channel in a process here."""
     found = [ChannelStatus(**each) for _, status in sorted(answers.items()) for each in status["snapshot"]["channels"]]
-    return [Text(str(channel_text(each)), style="yellow" if each.stale else "") for each in found[:MAX_ROWS]]
+    return [Text(say(channel_text(each)), style="yellow" if each.stale else "") for each in found[:MAX_ROWS]]
 
 
 def _stragglers(status: dict[str, Any]) -> list[RenderableType]:
@@ -205,12 +229,14 @@ def _stragglers(status: dict[str, Any]) -> list[RenderableType]:
         return _no_exchange()
     tables: list[RenderableType] = []
     for group in status["snapshot"]["stragglers"]:
-        table = Table(
-            title=f"arrivals in group {group['group']}, {group['operations']} operations through {group['through']}, {group['age']:.0f} s ago",
-            title_justify="left",
+        title = told(
+            "arrivals in group {group}, {count} operations through {op_id}, {age:.0f} s ago",
+            group=group["group"],
+            count=group["operations"],
+            op_id=group["through"],
+            age=group["age"],
         )
-        for name in ("rank", "host", "pid", "came last", "behind first ms", "longest ms", "held all up s", "waited ms"):
-            table.add_column(name, justify="left" if name == "host" else "right")
+        table = _table(title, [told("rank"), told("host"), "pid", *_arrival_columns()], left=[1])
         for row in group["rows"][:MAX_ROWS]:
             table.add_row(
                 str(row["rank"]),
@@ -223,19 +249,29 @@ def _stragglers(status: dict[str, Any]) -> list[RenderableType]:
                 f"{row['waited'] * 1e3:.2f}",
             )
         tables.append(table)
-    return tables or [Text(f"arrivals are known after operation {status['statistics_every']} of a group", style="dim")]
+    return tables or [_no_arrivals(status["statistics_every"])]
+
+
+def _arrival_columns() -> list[str]:
+    return [told("came last"), told("behind first ms"), told("longest ms"), told("held all up s"), told("waited ms")]
+
+
+def _no_arrivals(every: int) -> Text:
+    return Text(told("arrivals are known after operation {number} of a group", number=every), style="dim")
 
 
 def _no_exchange() -> list[RenderableType]:
-    advice = "no table of stragglers: start the job without NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false"
+    advice = told(
+        "no table of stragglers: start the job without NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false"
+    )
     return [Text(advice, style="dim")]
 
 
 def _operations(status: dict[str, Any]) -> Table:
     snapshot = status["snapshot"]
-    table = Table(title=f"operations of rank {snapshot['rank']}", title_justify="left")
-    for name in ("group", "operation", "phase", "count", "failed", "median ms", "99 % ms", "longest ms", "GB"):
-        table.add_column(name, justify="left" if name in ("group", "operation", "phase") else "right")
+    columns = [told("group"), told("operation"), told("phase"), told("count"), told("failed")]
+    columns += [told("median ms"), "99 % ms", told("longest ms"), "GB"]
+    table = _table(told("guarded operations of rank {rank}", rank=snapshot["rank"]), columns, left=range(3))
     for series in sorted(snapshot["series"], key=lambda series: -float(series["seconds"]))[:MAX_ROWS]:
         failures = series["failures"]
         table.add_row(
@@ -243,7 +279,7 @@ def _operations(status: dict[str, Any]) -> Table:
             series["op"],
             series["phase"],
             str(series["count"]),
-            ", ".join(f"{count} {cause}" for cause, count in failures.items()) or "0",
+            ", ".join(f"{count} {say(cause)}" for cause, count in failures.items()) or "0",
             f"{records.quantile(series['durations'], records.TIME_BOUNDS, 0.5) * 1e3:.3g}",
             f"{records.quantile(series['durations'], records.TIME_BOUNDS, 0.99) * 1e3:.3g}",
             f"{series['longest'] * 1e3:.3g}",
@@ -256,13 +292,21 @@ def _settings(status: dict[str, Any]) -> list[RenderableType]:
     lines = []
     for group, values in status["snapshot"]["settings"].items():
         if values:
-            text = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
-            lines.append(Text(f"changed in group {group}: {text}"))
+            lines.append(Text(told("changed in group {group}: {settings}", group=group, settings=_assignments(values))))
     late = [group for group, (number, _) in status["adopted"].items() if number < status["proposal"]]
     if late:
-        proposed = ", ".join(f"{name}={shown(value)}" for name, value in status["proposed"].items())
-        lines.append(Text(f"proposed, not yet in force in group {', '.join(late)}: {proposed}", style="yellow"))
+        text = told(
+            "proposed, not yet in force in group {group}: {settings}",
+            group=", ".join(late),
+            settings=_assignments(status["proposed"]),
+        )
+        lines.append(Text(text, style="yellow"))
     return list(lines)
+
+
+def _assignments(values: Mapping[str, float | None]) -> str:
+    """Return settings as `ncclguard set` takes them; what is not set, in words."""
+    return ", ".join(f"{name}={told('not set') if value is None else shown(value)}" for name, value in values.items())
 
 
 # ---------------------------------------------------------------------- the picture of the whole job
@@ -284,16 +328,19 @@ def job_view(job: str, answers: Mapping[int, dict[str, Any] | str]) -> Group:
         tables = {**answer["tables"], **tables}
     hosts = {row[0]: row[1] for table in tables.values() for row in table["rows"]}
     size = max((answer["world_size"] for answer in answered.values()), default=0)
-    known = f"{len(hosts):,} on {len(set(hosts.values())):,} hosts are known here"
-    title = Text(f"job {job}: {size or '?'} ranks; {known if hosts else f'{len(answered)} on this host answer'}")
+    if hosts:
+        known = tr("{count:,} on {hosts:,} hosts are known here", count=len(hosts), hosts=len(set(hosts.values())))
+    else:
+        known = tr("{count} on this host answer", count=len(answered))
+    title = Text(told("job {job}: {size} ranks; {known}", job=job, size=size or "?", known=known))
     if 0 < len(hosts) < size:
         title.append(
-            " (the others share no group with a rank on this host, or no exchange has taken place)", style="dim"
+            told(" (the others share no group with a rank on this host, or no exchange has taken place)"), style="dim"
         )
     placed = Hosts(hosts, range(size) if size else hosts)
     parts: list[RenderableType] = [title]
     parts += [
-        Text(f"rank {rank}: {answer}", style="red") for rank, answer in answers.items() if isinstance(answer, str)
+        Text(f"rank {rank}: {say(answer)}", style="red") for rank, answer in answers.items() if isinstance(answer, str)
     ]
     if not answered:
         return Group(*parts)
@@ -304,14 +351,8 @@ def job_view(job: str, answers: Mapping[int, dict[str, Any] | str]) -> Group:
     for table in sorted(tables.values(), key=lambda one: -len(one["rows"])):
         parts.append(_arrivals(table, placed))
     if not tables and any(answer["guarded"] for answer in answered.values()):
-        parts.append(Text(f"arrivals are known after operation {first['statistics_every']} of a group", style="dim"))
+        parts.append(_no_arrivals(first["statistics_every"]))
     return Group(*parts)
-
-
-_NOTHING_WAITS: Final = (
-    "no operation waits on this host, and none for a rank on it; collectives of torch itself, such as DDP's, are seen "
-    "where ncclguard.watch() is on"
-)
 
 
 def _who_waits(answered: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
@@ -328,46 +369,87 @@ def _who_waits(answered: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
     unanswered = [rank for rank, answer in answered.items() if answer["awaited"] is None]
     lines: list[RenderableType] = []
     for op_id in sorted({*waiting, *known}):
-        calls, entry = waiting.get(op_id, []), known.get(op_id)
+        calls = sorted(waiting.get(op_id, []), key=lambda one: -float(one[1]["age"]))
+        entry = known.get(op_id)
         text = calls[0][1]["text"] if calls else entry["text"] if entry is not None else ""
         late = entry is not None or any(call["late"] for _, call in calls)
-        if calls:
-            rank, call = max(calls, key=lambda one: float(one[1]["age"]))
-            where = f"for {call['age']:.1f} s of {call['limit']:g} s on rank {rank}"
-            where += f", and on {len(calls) - 1} more here" if len(calls) > 1 else ""
-        else:
-            where = "not entered by a rank on this host"
-        lines.append(Text(f"waiting: {text} ({op_id}), {where}", style="red" if late else "yellow"))
+        where = _waiting_here(calls) if calls else tr("not entered by a rank on this host")
+        line = told("waiting: {operation} ({op_id}), {where}", operation=text, op_id=op_id, where=where)
+        lines.append(Text(line, style="red" if late else "yellow"))
         if entry is not None:
-            lines += [Text(f"  {line}") for line in entry["lines"]]
-            asked = f"  asked by rank {entry['by']}, when it had waited for {entry['age']:g} s"
-            lines.append(Text(asked, style="dim"))
+            lines += [Text(f"  {say(line)}") for line in entry["lines"]]
+            asked = told("asked by rank {rank}, when it had waited for {age:g} s", rank=entry["by"], age=entry["age"])
+            lines.append(Text(f"  {asked}", style="dim"))
         else:
+            if missing := _not_come(op_id, calls, answered):
+                yet = told("not come yet, of the ranks on this host: {ranks}", ranks=ranks_text(missing))
+                lines.append(Text(f"  {yet}"))
             patience = min(answer["warn_after"] for answer in answered.values())
-            said = f"the ranks are asked who is awaited {patience:g} s after the first began"
-            if calls and call["age"] > patience + ANSWERED_WITHIN:
-                said = "who is awaited is in the log of the rank that has asked the others, and in `ncclguard hang`"
+            if calls and calls[0][1]["age"] > patience + ANSWERED_WITHIN:
+                said = told(
+                    "who is awaited is in the log of the rank that has asked the others, and in `ncclguard hang`"
+                )
+            else:
+                said = told(
+                    "the ranks are asked who is awaited {seconds:g} s after the first began",
+                    seconds=patience,
+                )
             lines.append(Text(f"  {said}", style="dim"))
     if unanswered and len(unanswered) == len(answered):
-        lines.append(
-            Text("who is awaited could not be looked up: the job's store did not answer in time", style="yellow")
-        )
-    return lines or [Text(_NOTHING_WAITS, style="dim")]
+        unread = told("who is awaited could not be looked up: the job's store did not answer in time")
+        lines.append(Text(unread, style="yellow"))
+    nothing = told(
+        "no operation waits on this host, and none for a rank on it; collectives of torch itself, such as DDP's, are seen "
+        "where ncclguard.watch() is on"
+    )
+    return lines or [Text(nothing, style="dim")]
+
+
+def _waiting_here(calls: Sequence[tuple[int, dict[str, Any]]]) -> Message:
+    """Return on which rank a call has waited longest, and on how many others it waits; the longest wait is first."""
+    rank, call = calls[0]
+    here = {"age": call["age"], "limit": call["limit"], "rank": rank}
+    if len(calls) == 1:
+        return tr("for {age:.1f} s of {limit:g} s on rank {rank}", **here)
+    return tr("for {age:.1f} s of {limit:g} s on rank {rank}, and on {count} more here", count=len(calls) - 1, **here)
+
+
+def _not_come(
+    op_id: str, calls: Sequence[tuple[int, dict[str, Any]]], answered: Mapping[int, dict[str, Any]]
+) -> list[int]:
+    """Return the ranks here whose own count of the group's collectives says that they have not issued this one.
+
+    Only those that were asked after it had begun on another rank, and where the counts of all ranks that wait in it
+    have it: then the count and the number in the operation's id mean the same.
+    """
+    channel, _, number = op_id.rpartition("/")
+    if not calls or any(answered[rank]["watched"].get(channel, 0) < int(number) for rank, _ in calls):
+        return []
+    began = min(answered[rank]["time"] - call["age"] for rank, call in calls)
+    return [
+        rank
+        for rank, answer in sorted(answered.items())
+        if channel in answer["watched"] and answer["watched"][channel] < int(number) and answer["time"] >= began
+    ]
 
 
 def _arrivals(table: Mapping[str, Any], placed: Hosts) -> Table:
     """Build the table of a group's arrivals: a row for each rank; in a large group, for the last ones and by host."""
-    made = Table(
-        title=f"arrivals in group {table['group']}, {table['operations']} operations through {table['through']}; exchanged "
-        f"{table['age']:.0f} s ago",
-        title_justify="left",
+    title = told(
+        "arrivals in group {group}, {count} operations through {op_id}; exchanged {age:.0f} s ago",
+        group=table["group"],
+        count=table["operations"],
+        op_id=table["through"],
+        age=table["age"],
     )
-    for name in ("who", "ranks", "came last", "behind first ms", "longest ms", "held all up s", "waited ms"):
-        made.add_column(name, justify="left" if name == "who" else "right", overflow="fold")
+    made = _table(title, [told("who"), told("ranks"), *_arrival_columns()], left=[0])
     for ranks in _rows_of(table["rows"]):
-        who = f"rank {ranks[0][0]} on host {ranks[0][1]}" if len(ranks) == 1 else placed.text(row[0] for row in ranks)
+        if len(ranks) == 1:
+            who = tr("{part} on host {host}", part=ranks_text([ranks[0][0]]), host=ranks[0][1])
+        else:
+            who = placed.text(row[0] for row in ranks)
         made.add_row(
-            Text(who),
+            Text(say(who)),
             f"{len(ranks):,}",
             str(sum(row[3] for row in ranks)),
             f"{_mean(row[4] for row in ranks) * 1e3:.2f}",

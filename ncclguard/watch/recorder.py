@@ -156,6 +156,17 @@ class Recorder:
         waits = waits or any(True for _ in transfers.awaited()) or bool(monitored_barriers.waiting())
         return issued, waits
 
+    def issued(self) -> dict[str, int]:
+        """Return how many collectives this process has issued on each channel that `status` has found; any thread.
+
+        By the backends' own counters, so no recorder is read: takes about 20 µs for each.
+        """
+        found = {}
+        for channel, own in list(self._channels.items()):
+            with contextlib.suppress(TypeError, ValueError, LookupError, RuntimeError):  # its group was destroyed since
+                found[channel] = _collectives_issued(own)
+        return found
+
     def errors(self) -> dict[str, str]:
         """Channels whose backend has found an error by itself, with its kind: see `torch_compat.backend_error`."""
         kinds = {c: torch_compat.backend_error(own.group, own.backend) for c, own in self._channels.items()}

@@ -47,7 +47,7 @@ from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.pace import Sampler, SlowSearch
 from ncclguard.watch.recorder import Pending, Recorder
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import read, say, told, tr
+from ncclguard_explain.language import say, told, tr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -350,7 +350,11 @@ class Watcher:
         """Return the last verdict on what still stands still."""
         standing = {str(pending.sequence) for pending in self._standing}
         told = (one for one in reversed(self._settings.incidents) if one.op_id.rpartition("/")[2] in standing)
-        return next((read(one.summary) for one in told), "")
+        return next((one.summary for one in told), "")
+
+    def issued(self) -> dict[str, int]:
+        """Return how many collectives this process has issued, by channel."""
+        return self._state.recorder.issued()
 
     def awaited(self) -> list[dict[str, Any]]:
         """Return whom this rank has found awaited in what still stands still."""

@@ -27,6 +27,7 @@ from ncclguard import faults
 from ncclguard.engine import runtime
 from ncclguard.metrics import control, records, registry, top_command
 from ncclguard.watch import watcher
+from ncclguard.watch.recorder import Recorder
 from ncclguard_explain import explain
 from tests import gloo_aborts
 
@@ -256,10 +257,19 @@ def shown_by_top() -> None:
         said = answers[0]["snapshot"] if isinstance(answers.get(0), dict) else {}  # type: ignore[index]
     console = Console(width=160, file=io.StringIO(), record=True)
     console.print(top_command.view("job", answers))
+    shown, counted = (
+        console.export_text(),
+        {rank: sum(one["snapshot"]["watched"].values()) for rank, one in answers.items()},
+    )  # type: ignore[index, union-attr]
+    console.print(top_command.job_view("job", top_command.job_answers(ranks)))
     store.set("looked", "")
     work.wait()
     faults.report(
-        ranks=sorted(ranks), open=[call["text"] for call in said.get("open", ())], shown=console.export_text()
+        ranks=sorted(ranks),
+        open=[call["text"] for call in said.get("open", ())],
+        counted=counted,
+        shown=shown,
+        whole=console.export_text(),
     )
     time.sleep(1.0)
     answers = top_command.statuses(ranks)
@@ -276,8 +286,29 @@ def test_top_sees_the_ranks_of_a_job_that_is_only_watched() -> None:
     assert len(reports["open"]) == 1 and "all_reduce" in reports["open"][0].replace("allreduce", "all_reduce"), result
     verdicts = [line for line in reports["shown"].splitlines() if "all_reduce" in line and "rank 1 late" in line]
     assert len(verdicts) == 1, reports["shown"]
+    assert reports["counted"] == {"0": 2, "1": 1}, result
+    assert "not come yet, of the ranks on this host: rank 1\n" in reports["whole"], reports["whole"]
     assert reports["later"] == "", result
     assert 0 not in reports["afterwards"], result
+
+
+def counts_what_it_has_issued() -> None:
+    dist.init_process_group("gloo")
+    group, recorder = dist.new_group([0, 1]), Recorder()
+    for other in (None, group, group):
+        dist.all_reduce(torch.ones(1), group=other)
+    recorder.status()
+    faults.report(both=sorted(recorder.issued().values()))
+    dist.destroy_process_group(group)
+    faults.report(one=sorted(recorder.issued().values()))
+    dist.destroy_process_group()
+    faults.report(none=recorder.issued())
+
+
+def test_a_group_that_is_destroyed_is_counted_no_more() -> None:
+    """Before `status` has found that out: `ncclguard top` may ask at any moment."""
+    for rank in faults.run_ranks(counts_what_it_has_issued, 2, timeout=60).check():
+        assert rank.reports == {"both": [1, 2], "one": [1], "none": {}}, rank
 
 
 def wait_for_incident(watch: Any) -> None:

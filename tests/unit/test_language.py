@@ -34,6 +34,7 @@ from ncclguard.incident.timeline import Document
 from ncclguard.outcome import of_incident
 from ncclguard.process_group.work_queue import GuardedWork, Task, WorkQueue
 from ncclguard.watch.coordination import WatchCoordination
+from ncclguard.watch.watcher import Watcher
 from ncclguard_explain import explain, language
 from ncclguard_explain.cause import ADVICE, MEANING, WORD, Cause
 from ncclguard_explain.language import Message, entries_of, joined, read, said, tr
@@ -205,6 +206,12 @@ def test_the_evidence_of_a_lost_rank_is_said_in_the_line_that_tells_of_it(
     evidence = "process 7 of rank 1 on a has ended: killed by SIGKILL"
     WatchCoordination._lost(SimpleNamespace(_rank=0), 1, evidence)  # type: ignore[arg-type]
     assert caplog.messages == ["ncclguard: rank 1 丢失：a 上 rank 1 的进程 7 已经结束：被 SIGKILL 杀死（rank 0 看到）"]
+
+
+def test_the_verdict_that_goes_into_records_is_english(chinese: None) -> None:
+    found = SimpleNamespace(op_id="0:gloo/7", summary="f() failed after 3 s: rank 2 late.")
+    watcher = SimpleNamespace(_standing=[SimpleNamespace(sequence=7)], _settings=SimpleNamespace(incidents=[found]))
+    assert Watcher.verdict(watcher) == found.summary  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", GALLERY, ids=lambda path: path.parent.name)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -18,8 +21,10 @@ import ncclguard as ng
 from ncclguard.__main__ import main as ncclguard
 from ncclguard.metrics import control, exchange
 from ncclguard.metrics.monitoring import answer
+from ncclguard.metrics.records import ChannelStatus
 from ncclguard.metrics.registry import RecordingListener
 from ncclguard.metrics.top_command import job_view, view
+from ncclguard_explain import language
 from tests.unit import observed
 from tests.unit.test_metrics_sinks import SLOW
 
@@ -200,6 +205,24 @@ def test_top_shows_a_rank_that_does_not_answer(serve: Serve, folder: Path, capsy
     assert any("does not answer" in line for line in lines)
 
 
+def test_chinese_where_it_is_asked_for_and_can_be_written(
+    serve: Serve, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(language.VARIABLE, "zh")
+    assert ncclguard(["top", "--once"]) == 2
+    assert capsys.readouterr().err.startswith("ncclguard top: 本机上没有该用户可以查询的作业；程序调用")
+    serve(rank=0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stopped:
+        stopped.bind(str(folder / "job1.1.sock"))
+        assert ncclguard(["top", "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "作业 job1：1 个 rank 中有 2 个在本机（" in text
+    assert "job1.1.sock 处的 rank 没有回答（" in text
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True))
+    assert ncclguard(["top", "--once"]) == 0
+    assert b"ranks are on this host" in sys.stdout.buffer.getvalue()  # type: ignore[attr-defined]
+
+
 def status(rank: int, **changes: Any) -> dict[str, Any]:
     """A rank's answer, by way of JSON as over the socket."""
     listener = RecordingListener("job1", lambda record: None)
@@ -259,6 +282,49 @@ def test_the_view_names_who_waits_in_what_and_who_comes_last() -> None:
         assert part in text, part
 
 
+@pytest.fixture
+def chinese() -> Iterator[None]:
+    language.choose("zh")
+    yield
+    language.choose(None)
+
+
+def english_of(text: str) -> list[str]:
+    """Words that follow each other with a space, other than lines of a program and names of commands."""
+    ours = re.sub(r"\w+\.py:\d+ in \w+|`ncclguard hang`", "", text)
+    return re.findall(r"[A-Za-z]{2,} [a-z]{2,}", ours)
+
+
+def test_the_view_in_chinese(chinese: None) -> None:
+    told = status(0)
+    told["snapshot"] |= {"verdict": "barrier() failed after 3 s: rank 2 late.", "watched": {"0:gloo": 7}}
+    told["snapshot"]["channels"] = [asdict(ChannelStatus(channel="weights", end="trainer", failed=2))]
+    early = {"statistics_every": 0}
+    for text in (shown({0: told, 1: status(1)}), shown({0: status(0, **early)}), shown({})):
+        assert not english_of(text), text
+    text = shown({0: told, 1: status(1)})
+    for part in (
+        "作业 job1：4 个 rank 中有 2 个在本机（",
+        "等待过久：rank 0、1",
+        "barrier() 在 3 s 后失败：rank 2 迟到。",
+        "node2 上的 rank 2",
+        "观察到的操作",
+        "组 0:cpu 的到达情况：到 0:cpu:ab12/10 为止的 10 次操作，12 s 前",
+        "1 迟到",
+        "组 0:cpu 中已更改：timeout=900, chunk_numel=未设置",
+    ):
+        assert part in text, part
+
+
+def test_the_view_shows_what_watch_has_counted_only_where_it_is_on() -> None:
+    text = shown({0: status(0)})
+    assert "guarded" in text and "watched" not in text
+    counted = status(1)
+    counted["snapshot"]["watched"] = {"0:gloo": 4000, "1:gloo": 711}
+    (row,) = (line for line in shown({0: status(0), 1: counted}).splitlines() if line.startswith("│    1 │"))
+    assert [cell.strip() for cell in row.split("│")[6:9]] == ["4711", "4", "1"]
+
+
 def test_the_view_without_answers_and_without_exchange() -> None:
     assert "0 of ? ranks" in shown({})
     assert "without NCCLGUARD_STATISTICS_EVERY=0" in shown({0: status(0, statistics_every=0)})
@@ -301,7 +367,9 @@ def job_answer(ranks: int, slow: int, **changes: Any) -> dict[str, Any]:
         "world_size": ranks,
         "statistics_every": 100,
         "warn_after": 30.0,
+        "time": 1000.0,
         "open": [call],
+        "watched": {},
         "guarded": True,
     }
     return {**answer, "tables": {"0:cpu:ab12": table}, "awaited": [awaited], **changes}
@@ -352,7 +420,59 @@ def test_the_view_of_a_job_says_what_is_not_known() -> None:
     assert "no operation waits on this host" in shown_job({0: job_answer(16, 1, open=[], awaited=[])})
 
 
+def test_the_view_of_a_job_in_chinese(chinese: None) -> None:
+    awaited = job_answer(64, 11)["awaited"]
+    awaited[0]["lines"] = ["rank 11 on host node0001 has not come: it is at train.py:8 in save"]
+    young = {**job_answer(64, 11)["open"][0], "age": 7.0}
+    for changes in (
+        {"awaited": awaited},
+        {"awaited": None, "open": [young]},
+        {"awaited": [], "open": [young]},
+        {"awaited": [], "world_size": 99},
+        {"awaited": [], "open": [], "statistics_every": 0},
+        {"awaited": awaited, "open": [], "tables": {}},
+    ):
+        text = shown_job({0: job_answer(64, 11, **changes)})
+        assert not english_of(text), text
+    text = shown_job({0: job_answer(64, 11, awaited=awaited)})
+    assert "等待中：barrier()（0:cpu:ab12/101），rank 0 已等 47.0 s，时限 300 s" in text
+    assert "主机 node0001 上的 rank 11 没有来：" in text
+
+
+def watched_answers(**issued: int) -> dict[int, dict[str, Any] | str]:
+    """Ranks that were asked at one moment; those that have issued number 11 have waited in it for 5 s."""
+    call = {"group": "0:gloo", "op_id": "0:gloo/11", "text": "all_reduce", "age": 5.0, "limit": 300.0, "late": False}
+    quiet = {"awaited": [], "tables": {}, "guarded": False, "world_size": 4}
+    return {
+        int(name[1:]): job_answer(4, 0, open=[call] if number == 11 else [], watched={"0:gloo": number}, **quiet)
+        for name, number in issued.items()
+    }
+
+
+def test_a_rank_here_that_has_not_issued_what_others_wait_in_has_not_come_yet() -> None:
+    assert "not come yet, of the ranks on this host: ranks 1-2\n" in shown_job(
+        watched_answers(r0=11, r1=10, r2=9, r3=11)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "changes"),
+    [
+        (1, {"time": 994.9}),  # asked before it had begun on rank 0
+        (1, {"watched": {"0:gloo": 11}}),  # it has come meanwhile
+        (1, {"watched": {"1:gloo": 3}}),  # not in the group
+        (0, {"watched": {"0:gloo": 3}}),  # the number in the id counts something else
+        (0, {"watched": {}}),  # nothing counts them
+    ],
+)
+def test_nobody_is_said_not_to_have_come_by_a_guess(rank: int, changes: dict[str, Any]) -> None:
+    answers = watched_answers(r0=11, r1=10)
+    assert "not come yet" in shown_job(answers)
+    answers[rank] |= changes  # type: ignore[operator]
+    assert "not come yet" not in shown_job(answers)
+
+
 def test_a_rank_answers_for_the_job_and_leaves_out_tables_that_are_known(serve: Serve, folder: Path) -> None:
     serve()
     answer = control.ask(folder / "job1.0.sock", {"command": "job", "known": []})
-    assert (answer["rank"], answer["tables"], answer["awaited"]) == (0, {}, [])
+    assert (answer["rank"], answer["tables"], answer["awaited"], answer["watched"]) == (0, {}, [], {})
