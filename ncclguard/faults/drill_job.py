@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ncclguard as ng
 from ncclguard import events, lifecycle, torch_compat
 from ncclguard.faults.fault import EVENTS_VARIABLE, Fault
-from ncclguard.metrics.records import slow_text
 from ncclguard_explain.cause import WORD, Cause
 from ncclguard_explain.language import say, speaking_to, told
 from ncclguard_explain.ranks import ranks_text
@@ -84,7 +83,7 @@ class _Recorder(events.Listener):
 
     def slow_found(self, slow: SlowRanks | None) -> None:
         if slow is not None:
-            summary = say(slow_text(slow))
+            summary = say(slow.text)
             event("failed", cause="slow", culprits=list(slow.ranks), agreed=True, torn=False, summary=summary)
             event("went on", op="the job", participants=list(range(dist.get_world_size())))
 

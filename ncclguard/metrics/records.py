@@ -235,34 +235,34 @@ class SlowRanks:
     sure: bool
 
     def __str__(self) -> str:
-        return str(slow_text(self))
+        return str(self.text)
 
-
-def slow_text(slow: SlowRanks) -> Message:
-    """Return one sentence for people, which can be translated where it is shown."""
-    said = tr(
-        "slow: {ranks} on {hosts}, {factor:.2f} times the others' time in each step, which costs the job {lost:.0%} of its "
-        "time",
-        ranks=ranks_text(slow.ranks),
-        hosts=", ".join(slow.hosts),
-        factor=slow.factor,
-        lost=slow.lost,
-    )
-    kinds = {
-        "computing": tr("in computing"),
-        "data loading": tr("in loading data"),
-        "saving": tr("in saving"),
-        "garbage collection": tr("in garbage collection: call gc.freeze() after the first steps"),
-        "one host": tr("all ranks of that host"),
-        "periodic": tr("in pauses that come again and again: if it is garbage collection, gc.freeze() helps"),
-    }
-    kind, _, phase = slow.kind.partition(": ")
-    parts = [said, tr("only in phase {phase}", phase=phase) if phase else kinds[kind]]
-    if slow.place:
-        parts.append(tr("most of it at {place}", place=slow.place))
-    if slow.awaited_at:
-        parts.append(tr("the others wait at {place}", place=slow.awaited_at))
-    return joined("; ", parts)
+    @property
+    def text(self) -> Message:
+        """One sentence for people, which can be translated where it is shown."""
+        said = tr(
+            "slow: {ranks} on {hosts}, {factor:.2f} times the others' time in each step, which costs the job {lost:.0%} of its "
+            "time",
+            ranks=ranks_text(self.ranks),
+            hosts=", ".join(self.hosts),
+            factor=self.factor,
+            lost=self.lost,
+        )
+        kinds = {
+            "computing": tr("in computing"),
+            "data loading": tr("in loading data"),
+            "saving": tr("in saving"),
+            "garbage collection": tr("in garbage collection: call gc.freeze() after the first steps"),
+            "one host": tr("all ranks of that host"),
+            "periodic": tr("in pauses that come again and again: if it is garbage collection, gc.freeze() helps"),
+        }
+        kind, _, phase = self.kind.partition(": ")
+        parts = [said, tr("only in phase {phase}", phase=phase) if phase else kinds[kind]]
+        if self.place:
+            parts.append(tr("most of it at {place}", place=self.place))
+        if self.awaited_at:
+            parts.append(tr("the others wait at {place}", place=self.awaited_at))
+        return joined("; ", parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from rich.text import Text
 from ncclguard.arguments import positive_seconds
 from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlError, ask, choose
-from ncclguard.metrics.records import ChannelStatus, SlowRanks, channel_text, slow_text
+from ncclguard.metrics.records import ChannelStatus, SlowRanks, channel_text
 from ncclguard.metrics.settings import shown
 from ncclguard_explain.command_line import described
 from ncclguard_explain.language import Message, say, speaking_to, told, tr
@@ -215,7 +215,7 @@ def _urgency(item: tuple[int, dict[str, Any] | str]) -> tuple[float, int]:
 def _slow(status: dict[str, Any]) -> list[RenderableType]:
     """Return who is slow without hanging, as `watch` has told all ranks."""
     found = status["snapshot"]["slow"]
-    return [] if found is None else [Text(say(slow_text(SlowRanks(**found))), style="yellow")]
+    return [] if found is None else [Text(say(SlowRanks(**found).text), style="yellow")]
 
 
 def _channels(answers: Mapping[int, dict[str, Any]]) -> list[RenderableType]:

@@ -37,7 +37,7 @@ from ncclguard.groups import check_group
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import exit_status, process_state
 from ncclguard.metrics.monitoring import show_watched
-from ncclguard.metrics.records import OpenOperation, SlowRanks, slow_text
+from ncclguard.metrics.records import OpenOperation, SlowRanks
 from ncclguard.outcome import of_incident
 from ncclguard.phases import phases_of, resolve_timeout
 from ncclguard.protocol.decision import TroubleKind, Verdict
@@ -482,7 +482,7 @@ class Watcher:
             slow, by = self._slow.popleft()
             self._settings.slow = slow
             if by == self._rank:
-                text = told("no rank is slow any more") if slow is None else say(slow_text(slow))
+                text = told("no rank is slow any more") if slow is None else say(slow.text)
                 log.warning("ncclguard: %s", text)
             for listener in events.listeners:
                 listener.slow_found(slow)
