@@ -73,6 +73,11 @@ def settled(pids: list[int], within: float = 20.0) -> None:
         time.sleep(0.3)
 
 
+def within_of(case: str) -> float:
+    """Return the seconds after which ranks of a case that run now and then while they wait have come to their places."""
+    return 2.0 if case.startswith(("guarded", "backend")) else 20.0
+
+
 def switches_of(pid: int) -> list[str]:
     text = Path(f"/proc/{pid}/task/{pid}/status").read_text()
     return [line for line in text.splitlines() if line.startswith(("voluntary_ctxt_switches", "TracerPid"))]
@@ -134,7 +139,7 @@ FAULTS = [
 )
 def test_the_struck_rank_is_named_and_nobody_else(start: Start, case: str, cause: Cause, place: str) -> None:
     pids = start(case)
-    settled(pids, 2.0 if case.startswith(("guarded", "backend")) else 20.0)  # who waits in these runs now and then
+    settled(pids, within_of(case))
     job = looked(pids)
     assert (job.culprits, job.cause) == ((STRUCK,), cause), job
     assert job.world_size == 4
@@ -147,7 +152,7 @@ def test_the_struck_rank_is_named_and_nobody_else(start: Start, case: str, cause
 def test_watch_is_proposed_where_it_would_have_told_and_is_not_there(start: Start, case: str) -> None:
     """Where ranks only join the job it tells nothing."""
     pids = start(case)
-    settled(pids)
+    settled(pids, within_of(case))
     report = look_here(pids_of=set(pids))
     assert report.jobs[0].culprits == (STRUCK,), report
     assert any("watch()" in line for line in text_of(report)) == (case == "raw:sleep"), report
