@@ -309,7 +309,7 @@ _NOT_IMPORTED = re.compile(r"\bUnknown backend type:? '?ncclguard")
 def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bool, own: Fact | None = None) -> str:
     """Return the one thing to do next; `own` is the incident of ncclguard's that the verdict is, which has its own."""
     if own is not None and own.advice:
-        return _of_messages(finding, verdict) or received(own.advice[0])
+        return _of_messages(finding, own) or received(own.advice[0])
     if any(_NOT_IMPORTED.search(fact.detail) for fact in verdict.facts + finding.facts):
         return tr(
             'Write `import ncclguard` before init_process_group("ncclguard"), in the program of every rank: that makes the '
@@ -348,9 +348,10 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
     )
 
 
-def _of_messages(finding: Finding, verdict: Verdict) -> str:
-    """Return what to do by messages that say more than an incident of a lost rank: what the rank was lost of."""
-    more = verdict.cause is Cause.LOST and finding.confidence == "high"
+def _of_messages(finding: Finding, own: Fact) -> str:
+    """Return what to do by messages that say why a rank aborted, of which an incident says only that it did."""
+    aborted = any("(SIGABRT)" in text for text in own.advice)  # in any language
+    more = aborted and finding.confidence == "high"
     return _ADVICE.get(finding.name, "") if more and finding.name in _DIFFER else ""
 
 
@@ -383,7 +384,7 @@ def advise(
     what to do already, which is all that is said then.
     """
     if own is not None and own.advice:
-        first = _of_messages(finding, verdict)
+        first = _of_messages(finding, own)
         return [first] * bool(first) + [received(advice) for advice in own.advice]
     lines: list[str] = []
     if verdict.culprits:

@@ -194,10 +194,9 @@ def print_report(report: Report, console: Console) -> None:
         line(tr("Stack of rank {rank}:", rank="?" if stack.rank is None else stack.rank))
         for frame in stack.frames[-6:]:
             console.print(Text(f"    {frame}"), soft_wrap=True)
-    further = [sentence for sentence in report.advice if sentence != report.next_step]
-    if further:
-        line(tr("What to do next"), "bold")
-    for number, sentence in enumerate(further, 1):
+    if report.further:
+        line(tr("What else to do"), "bold")
+    for number, sentence in enumerate(report.further, 1):
         console.print(Text(f"  {number}. {say(sentence)}"), soft_wrap=True)
     _notes(report, console)
 

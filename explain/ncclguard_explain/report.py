@@ -171,6 +171,11 @@ class Report:
     notes: tuple[Prose, ...]
     events: tuple[Event, ...]
 
+    @property
+    def further(self) -> tuple[Prose, ...]:
+        """The advice beside `next_step`."""
+        return tuple(text for text in self.advice if text != self.next_step)
+
     def to_json(self) -> str:
         """Return the report as JSON; bytes of names and lines that are no text are written as numbers."""
         text = json.dumps(self, indent=2, ensure_ascii=False, default=vars)

@@ -363,8 +363,7 @@ def _moved(before: Look, after: Look, by_all: bool = True) -> Motion:
     transferred -= sum(done for tid, done in by_thread.items() if tid in own_threads | new.stores)
     works = max(ticks, new.helpers - old.helpers if by_all and own_ticks <= idle else 0) > idle
     # Whom a busy machine lets wait for a processor is running at many a moment, though it only wakes up to ask.
-    wakes = after.place is not None and after.place.wakes
-    runs = after.thread in new.running and (not wakes or after.thread in old.running)
+    runs = after.thread in new.running and not (after.place is not None and after.place.wakes)
     if works or transferred / seconds > IDLE_BYTES or runs:
         kind = after.place.kind if after.place is not None else Kind.PYTHON
         in_call = kind is Kind.DEVICE or (kind in INSIDE and not new.is_gloo)

@@ -303,7 +303,7 @@ def _ended(evidence: Evidence) -> Verdict | None:
             summary = tr("{ranks} have ended, and others wait for them; which of them was the first cannot be told.",
                          ranks=names_of(ranks).capitalised())  # fmt: skip
         else:
-            summary = tr("{ranks} has ended, and others wait for it; why it ended cannot be told from here.",
+            summary = tr("{ranks} has ended, and others wait for it; nothing here tells whether it was the first to fail.",
                          ranks=names_of(ranks).capitalised())  # fmt: skip
         failed = any(code is not None and code > 0 for code in codes.values())
         return Verdict((), Cause.FAILED if failed else Cause.UNKNOWN, "low", True, summary, _where(evidence.seen),

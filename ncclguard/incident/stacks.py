@@ -4,13 +4,14 @@ Files are named as they would be imported, relative to the entry of ``sys.path``
 ``torch/distributed/distributed_c10d.py``.
 
 Every rank offers a signal whose C-level handler (`faulthandler.register`) writes the stacks of all threads into a file
-in memory, without the GIL. A peer sends the signal to a thread of this library, so that no system call of the program
-is interrupted, and reads the file through ``/proc/<pid>/fd``: for processes of one user that needs no right to trace. A
-process that is stopped runs no handler: then /proc says so, and py-spy is tried where it is installed and allowed.
+in memory, without the GIL. A peer sends the signal to a thread of this library, so that no system call is interrupted
+in which a thread of the program waits, and reads the file through ``/proc/<pid>/fd``: for processes of one user that
+needs no right to trace. A process that is stopped runs no handler: then /proc says so, and py-spy is tried where it is
+installed and allowed.
 
 The handler reads the frames of threads that run meanwhile, which may end the process with SIGSEGV. So a peer looks
-first which of them run: a single one gets the signal itself and stands still then, and where there are more nobody is
-asked.
+first which of them run (`_whom_to_ask`): a single one gets the signal itself and stands still then, and where there are
+more nobody is asked, unless a thread of this library waits for the GIL all the time, so that none of them runs Python.
 """
 
 from __future__ import annotations
@@ -352,9 +353,11 @@ LOOK_AGAIN: Final = 0.5
 #: still then in nothing but a garbage collection, which takes 0.2 s of a processor in one with torch, and has the GIL.
 OVERLOADED: Final = 0.75
 #: Seconds for which threads are watched before one gets the signal, and the part of it for which one has to have had a
-#: processor to be running; who waits for the GIL wakes up 200 times a second, and has it for less than a hundredth.
+#: processor to be running.
 WATCHED_FOR: Final = 0.1
 RUNNING: Final = 0.05
+#: How often per second a thread wakes up that waits for the GIL: half of what `sys.getswitchinterval` comes to.
+WAKES_FOR_GIL: Final = 100
 #: Seconds that py-spy may take.
 PYSPY_WITHIN: Final = 3.0
 _FILE: Final = "ncclguard-stacks"
@@ -438,10 +441,9 @@ def fetch(pid: int, given: Offer | None) -> Fetched:
         why = tr("it offers no stacks (stack_signal)")
     elif not int(fields.get("SigCgt", "0"), 16) >> (given.signal - 1) & 1:
         why = tr("it does not handle signal {signal} any more", signal=given.signal)
-    elif (running := _running(pid)) is None:
+    elif (text := _have_written(pid, given)) is None:
         runs, why = True, tr("several of its threads run: the signal could end it")
     else:
-        text = _have_written(pid, replace(given, thread=running or given.thread))
         stack, threads = parse(text, given.main)
         if stack:
             note = tr("{where}; its stacks were written by a signal handler, without the GIL", where=where)
@@ -461,7 +463,7 @@ def observe(pid: int, given: Offer | None) -> Fetched:
     if found.runs or _status(pid).get("State", "?")[:1] in "ZXTt?":
         return found
     time.sleep(LOOK_AGAIN)
-    if found.written and given is not None and _goes_on(found.written, fetch(pid, given)):
+    if found.written and given is not None and _goes_on(found.written, _have_written(pid, given)):
         note = tr("{note}; it went on between two looks: it runs", note=found.note)
         return replace(found, runs=True, note=note)
     took, later = time.monotonic() - began, processor_waits(pid)
@@ -477,12 +479,16 @@ def observe(pid: int, given: Offer | None) -> Fetched:
     return replace(found, runs=True, note=note)
 
 
-def _goes_on(before: str, after: Fetched) -> bool:
-    """Return whether a thread has gone on since a writing: without the GIL none of Python's can.
+def _goes_on(before: str, after: str | None) -> bool:
+    """Return whether a thread has gone on between two writings: without the GIL none of Python's can.
 
-    One that was read in part, or with what another reader has asked for behind it, is no other one.
+    One that was read in part, or with what another reader has asked for behind it, is no other one; nor is one of
+    another thread, whose own part is headed otherwise.
     """
-    return after.runs or not (before.startswith(after.written) or after.written.startswith(before))
+    if after is None:
+        return True
+    before, after = (text.replace("Current thread 0x", "Thread 0x") for text in (before, after))
+    return not (before.startswith(after) or after.startswith(before))
 
 
 def parse(text: str, main: int) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]:
@@ -555,19 +561,29 @@ def exit_status(pid: int) -> str:
 
 def processor_waits(pid: int) -> dict[str, float]:
     """Return for how many seconds each thread of a process, by its native id, has waited for a processor so far."""
-    return {thread: waited for thread, (_, waited) in _scheduled(pid).items()}
+    return {thread: one.waited for thread, one in _scheduled(pid).items()}
 
 
-def _scheduled(pid: int) -> dict[str, tuple[float, float]]:
-    """Return for how many seconds each thread of a process has had a processor, and has waited for one.
+class _Scheduled(NamedTuple):
+    """A thread: the seconds for which it has had a processor and waited for one, and whether it wants one now."""
 
-    These are the first numbers of /proc/<pid>/task/<tid>/schedstat (sched-stats.rst of the kernel); kernels may be
-    built without it.
+    had: float
+    waited: float
+    wants: bool
+
+
+def _scheduled(pid: int) -> dict[str, _Scheduled]:
+    """Return the threads of a process by their native ids; nothing once it has ended.
+
+    The seconds are the first numbers of /proc/<pid>/task/<tid>/schedstat (sched-stats.rst of the kernel); kernels may
+    be built without it.
     """
     found = {}
     for thread in _threads(pid):
         numbers = read_file(f"/proc/{pid}/task/{thread}/schedstat").split()
-        found[thread] = (int(numbers[0]) / 1e9, int(numbers[1]) / 1e9) if len(numbers) > 1 else (0.0, 0.0)
+        had, waited = (int(number) / 1e9 for number in numbers[:2]) if len(numbers) > 1 else (0.0, 0.0)
+        wants = read_file(f"/proc/{pid}/task/{thread}/stat").rpartition(")")[2].startswith(" R")
+        found[thread] = _Scheduled(had, waited, wants)
     return found
 
 
@@ -579,24 +595,41 @@ def _threads(pid: int) -> set[str]:
         return set()
 
 
-def _running(pid: int) -> int | None:
-    """Return the one thread of a process that runs, of those that may run Python, 0 for none, None for several.
+def _whom_to_ask(pid: int, given: Offer) -> int | None:
+    """Return the thread to send the signal to: the only one that runs, else the given one; None where several run.
 
-    One that begins or ends is as good as several: it needs the GIL for that. Takes WATCHED_FOR seconds.
+    One that begins or ends is as good as several. Where the given thread waits for the GIL all the time, the others may
+    run what they like: no frame of theirs changes, and who has the GIL is in a call of C. Takes WATCHED_FOR seconds.
     """
-    before, began = _scheduled(pid), time.monotonic()
-    while time.monotonic() - began < WATCHED_FOR:
+    before, began, changed = _scheduled(pid), time.monotonic(), False
+    wakes = _wakes(pid, given.thread)
+    while (seconds := time.monotonic() - began) < WATCHED_FOR:
         time.sleep(0.002)  # a thread that does little is there for less
-        if _threads(pid) != set(before):
-            return None
-    after, seconds = _scheduled(pid), time.monotonic() - began
+        changed = changed or _threads(pid) != before.keys()
+    after, wakes = _scheduled(pid), _wakes(pid, given.thread) - wakes
     running = [
-        int(thread)
-        for thread, (had, _) in before.items()
-        if after.get(thread, (had, 0.0))[0] - had > RUNNING * seconds
-        and not read_file(f"/proc/{pid}/task/{thread}/comm").startswith(_NATIVE)
+        thread
+        for thread in sorted(before.keys() & after.keys())
+        if after[thread].had - before[thread].had > RUNNING * seconds or (before[thread].wants and after[thread].wants)
     ]
-    return None if len(running) > 1 else sum(running)
+    waits_for_gil = wakes > WAKES_FOR_GIL * seconds and str(given.thread) not in running
+    if not after or waits_for_gil:
+        return given.thread
+    running = [thread for thread in running if _may_run_python(f"/proc/{pid}/task/{thread}", given.signal)]
+    if changed or len(running) > 1:
+        return None
+    return int(running[0]) if running else given.thread
+
+
+def _may_run_python(folder: str, number: int) -> bool:
+    """Return whether a thread may be one of Python's: those of libraries have names, or take no signals."""
+    blocked = int(_fields(f"{folder}/status").get("SigBlk", "0"), 16)
+    return not read_file(f"{folder}/comm").startswith(_NATIVE) and not blocked >> (number - 1) & 1
+
+
+def _wakes(pid: int, thread: int) -> int:
+    """Return how often a thread has given its processor up by itself, and so woken up again."""
+    return int(_fields(f"/proc/{pid}/task/{thread}/status").get("voluntary_ctxt_switches", "0"))
 
 
 def _choose(setting: str) -> int:
@@ -614,14 +647,18 @@ def _choose(setting: str) -> int:
     return free[0] if free else 0
 
 
-def _have_written(pid: int, given: Offer) -> str:
+def _have_written(pid: int, given: Offer) -> str | None:
+    """Have a process write its stacks, and return them; empty where it writes nothing, None where it is not asked."""
+    thread = _whom_to_ask(pid, given)
+    if thread is None:
+        return None
     path = f"/proc/{pid}/fd/{given.descriptor}"
     try:
         if _FILE not in os.readlink(path):  # the program closed the file and opened another
             return ""
         with open(path, errors="replace") as file:
             file.seek(0, os.SEEK_END)
-            _send(pid, given.thread, given.signal)
+            _send(pid, thread, given.signal)
             return _read_all(file)
     except OSError as error:
         log.info("ncclguard: the stacks of process %d cannot be read: %s", pid, error)
@@ -669,7 +706,11 @@ def _frame(file: str, line: int, function: str) -> str:
 
 
 def _status(pid: int) -> dict[str, str]:
-    pairs = (row.split(":", 1) for row in read_file(f"/proc/{pid}/status").splitlines() if ":" in row)
+    return _fields(f"/proc/{pid}/status")
+
+
+def _fields(path: str) -> dict[str, str]:
+    pairs = (row.split(":", 1) for row in read_file(path).splitlines() if ":" in row)
     return {name: value.strip() for name, value in pairs}
 
 

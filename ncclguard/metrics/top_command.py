@@ -177,7 +177,7 @@ def _verdicts(answers: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
 
 
 def _ranks(statuses: Mapping[int, dict[str, Any] | str]) -> Table:
-    watched = any(not isinstance(status, str) and status["snapshot"]["watched"] for status in statuses.values())
+    watched = any(not isinstance(status, str) and status["snapshot"].get("watched") for status in statuses.values())
     columns = [told("rank"), "pid", told("now in"), told("since s"), told("limit s")]
     columns += [told("watched")] if watched else []
     table = _table(told("ranks on this host"), [*columns, told("guarded"), told("failed"), told("waited s")], left=[2])
@@ -196,7 +196,7 @@ def _ranks(statuses: Mapping[int, dict[str, Any] | str]) -> Table:
             Text(oldest["text"], style="red" if oldest["late"] else "yellow") if oldest else Text("-", style="dim"),
             f"{oldest['age']:.1f}" if oldest else "",
             f"{oldest['limit']:g}" if oldest else "",
-            *([str(sum(snapshot["watched"].values()))] if watched else []),
+            *([str(sum(snapshot.get("watched", {}).values()))] if watched else []),
             str(sum(one["count"] for one in series)),
             Text(str(failed), style="red" if failed else ""),
             f"{sum(one['waited'] for one in series):.2f}",
@@ -253,7 +253,13 @@ def _stragglers(status: dict[str, Any]) -> list[RenderableType]:
 
 
 def _arrival_columns() -> list[str]:
-    return [told("came last"), told("behind first ms"), told("longest ms"), told("held all up s"), told("waited ms")]
+    return [
+        told("came last", "times"),
+        told("behind first ms"),
+        told("longest ms"),
+        told("held all up s"),
+        told("waited ms"),
+    ]
 
 
 def _no_arrivals(every: int) -> Text:
@@ -423,13 +429,13 @@ def _not_come(
     have it: then the count and the number in the operation's id mean the same.
     """
     channel, _, number = op_id.rpartition("/")
-    if not calls or any(answered[rank]["watched"].get(channel, 0) < int(number) for rank, _ in calls):
+    if not calls or any(answered[rank].get("watched", {}).get(channel, 0) < int(number) for rank, _ in calls):
         return []
     began = min(answered[rank]["time"] - call["age"] for rank, call in calls)
     return [
         rank
         for rank, answer in sorted(answered.items())
-        if channel in answer["watched"] and answer["watched"][channel] < int(number) and answer["time"] >= began
+        if answer.get("watched", {}).get(channel, math.inf) < int(number) and answer["time"] >= began
     ]
 
 

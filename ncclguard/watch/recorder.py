@@ -164,7 +164,8 @@ class Recorder:
         found = {}
         for channel, own in list(self._channels.items()):
             with contextlib.suppress(TypeError, ValueError, LookupError, RuntimeError):  # its group was destroyed since
-                found[channel] = _collectives_issued(own)
+                if torch_compat.sequence_number(own.group, own.backend) is not None:
+                    found[channel] = max(_collectives_issued(own), 0)
         return found
 
     def errors(self) -> dict[str, str]:

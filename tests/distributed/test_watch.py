@@ -249,18 +249,17 @@ def shown_by_top() -> None:
         dist.destroy_process_group()
         return
     work, said, ranks = dist.all_reduce(torch.ones(3), async_op=True), {}, {}
+    counted: dict[int, int] = {}
     end = time.monotonic() + 20.0
-    while time.monotonic() < end and not (said.get("open") and said["verdict"] and sorted(ranks) == [0, 1]):
+    while time.monotonic() < end and not (said.get("open") and said["verdict"] and len(counted) == 2):
         time.sleep(0.2)
         ranks = control.jobs().get(records.job_name(), {})
         answers = top_command.statuses(ranks)
-        said = answers[0]["snapshot"] if isinstance(answers.get(0), dict) else {}  # type: ignore[index]
+        snapshots = {rank: one["snapshot"] for rank, one in answers.items() if not isinstance(one, str)}
+        said, counted = snapshots.get(0, {}), {rank: sum(one["watched"].values()) for rank, one in snapshots.items()}
     console = Console(width=160, file=io.StringIO(), record=True)
     console.print(top_command.view("job", answers))
-    shown, counted = (
-        console.export_text(),
-        {rank: sum(one["snapshot"]["watched"].values()) for rank, one in answers.items()},
-    )  # type: ignore[index, union-attr]
+    shown = console.export_text()
     console.print(top_command.job_view("job", top_command.job_answers(ranks)))
     store.set("looked", "")
     work.wait()

@@ -391,7 +391,7 @@ def test_explain_of_recorded_logs_is_chinese_and_its_json_is_not(folder: Path) -
     finally:
         language.choose(None)
     assert re.match(r"(rank \d拖住了|rank \d 拖住了|卡在|发生了事故|这些输入里)", shown), shown[:80]
-    for head in ("决定：", "下一步：", "接下来怎么办"):
+    for head in ("决定：", "下一步：", "还可以做什么"):
         assert head in shown
     assert '<html lang="zh">' in page
     assert not [head for head in re.findall(r"<h2>([^<]*)</h2>", page) if not CHINESE.search(head)]

@@ -210,7 +210,7 @@ def test_chinese_where_it_is_asked_for_and_can_be_written(
 ) -> None:
     monkeypatch.setenv(language.VARIABLE, "zh")
     assert ncclguard(["top", "--once"]) == 2
-    assert capsys.readouterr().err.startswith("ncclguard top: 本机上没有该用户可以查询的作业；程序调用")
+    assert capsys.readouterr().err.startswith("ncclguard top: 当前用户在本机上没有可以查询的作业；程序调用")
     serve(rank=0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stopped:
         stopped.bind(str(folder / "job1.1.sock"))
@@ -469,6 +469,17 @@ def test_nobody_is_said_not_to_have_come_by_a_guess(rank: int, changes: dict[str
     answers = watched_answers(r0=11, r1=10)
     assert "not come yet" in shown_job(answers)
     answers[rank] |= changes  # type: ignore[operator]
+    assert "not come yet" not in shown_job(answers)
+
+
+def test_a_job_of_a_version_that_counts_nothing_is_shown() -> None:
+    old = status(1)
+    del old["snapshot"]["watched"]
+    assert "rank" in shown({0: status(0), 1: old})
+    answers = watched_answers(r0=11, r1=10)
+    for answer in answers.values():
+        for name in ("watched", "time"):
+            del answer[name]  # type: ignore[union-attr]
     assert "not come yet" not in shown_job(answers)
 
 

@@ -13,7 +13,7 @@ from explain_logs import timeout
 from ncclguard.incident.model import Incident
 from ncclguard.incident.report import show
 from ncclguard_explain import Report, explain
-from ncclguard_explain.cause import ADVICE, ADVICE_ABORT, Cause
+from ncclguard_explain.cause import ADVICE, ADVICE_ABORT, ADVICE_WATCHED, Cause
 from ncclguard_explain.language import choose
 
 Explain = Callable[..., Report]
@@ -449,13 +449,23 @@ def test_who_has_not_imported_the_package_is_told_to(explain_lines: Explain) -> 
     assert report.next_step.startswith("Write `import ncclguard` before init_process_group"), report.next_step
 
 
-@pytest.mark.parametrize("of", ["panel", "log"])
-def test_what_a_lost_rank_was_lost_of_is_advised_about_where_its_output_says_so(of: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("advice", "of", "first"),
+    [
+        (ADVICE_ABORT, "panel", "It aborted itself"),
+        (ADVICE_ABORT, "log", "Compare the tensor shapes"),
+        (ADVICE_WATCHED[Cause.LOST], "log", "See the launcher's"),
+    ],
+    ids=["aborted", "aborted-for-a-size", "killed"],
+)
+def test_what_a_rank_aborted_for_is_advised_about_where_its_output_says_so(
+    advice: str, of: str, first: str, tmp_path: Path
+) -> None:
     """A rank that calls with another size than the others is ended by gloo, and no memory has to be looked for."""
     lost = INCIDENT.model_copy(
         update={
             "cause": Cause.LOST, "summary": "all_reduce(Float [1000], group 0 default_pg, number 6) stood still for 0.117 s: rank 2 lost.",
-            "advice": ADVICE_ABORT,
+            "advice": advice,
         }
     )  # fmt: skip
     lost = lost.model_copy(update={"ranks": [one for one in lost.ranks if one.rank != 2]})
@@ -469,5 +479,5 @@ def test_what_a_lost_rank_was_lost_of_is_advised_about_where_its_output_says_so(
         log.write_text(said + log.read_text())
     report = explain([os.fspath(log)])
     assert report.culprits == (2,)
-    assert report.next_step.startswith("Compare the tensor shapes" if of == "log" else "It aborted itself")
-    assert ADVICE_ABORT in report.advice
+    assert report.next_step.startswith(first)
+    assert advice in report.advice and report.next_step not in report.further
