@@ -477,9 +477,9 @@ def test_a_job_of_a_version_that_counts_nothing_is_shown() -> None:
     del old["snapshot"]["watched"]
     assert "rank" in shown({0: status(0), 1: old})
     answers = watched_answers(r0=11, r1=10)
-    for answer in answers.values():
+    for one in answers.values():
         for name in ("watched", "time"):
-            del answer[name]  # type: ignore[union-attr]
+            del one[name]  # type: ignore[union-attr]
     assert "not come yet" not in shown_job(answers)
 
 
