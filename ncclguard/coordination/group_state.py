@@ -174,10 +174,8 @@ class GroupState:
         with self.condition:
             text, ended = self._failed
             since = time.monotonic() - ended
-            if self.call is None:
+            if self.call is None or self.member.operation is None or self.member.phase is Phase.NONE:
                 return (text, since) if since < TOLD_FOR else ("", 0.0)
-            if self.member.operation is None or self.member.phase is Phase.NONE:
-                return "", 0.0
             return self.call.text, 0.0
 
     def wait_in(self, call: OpenCall | None) -> None:
@@ -362,6 +360,9 @@ class GroupState:
                 resolution = Resolution.MISSED
             if resolution is not None:
                 self.decided = (resolution, verdict, donated)
+            if resolution is Resolution.FAILED and self.call is not None:
+                # The caller may get no processor for a while, and other groups ask meanwhile where this rank has been.
+                self._failed = (self.call.text, time.monotonic())
             self.condition.notify_all()
 
 

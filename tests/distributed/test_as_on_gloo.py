@@ -214,7 +214,7 @@ def test_a_program_for_gloo_finds_its_calls_exceptions_and_words() -> None:
     everybody, of_the_pair = reports[0]["absent_from_a_monitored_barrier"][1:]
     assert "Ranks 1, 2 failed to pass monitoredBarrier in " in everybody["text"], everybody
     assert "Rank 1 failed to pass monitoredBarrier in " in of_the_pair["text"], of_the_pair
-    assert "Rank 0 timed out in monitoredBarrier. " in reports[0]["no_time_at_all"]["text"], reports[0]
+    assert "Rank 0 timed out in monitoredBarrier." in reports[0]["no_time_at_all"]["text"], reports[0]
     received = reports[0]["whoever_is_first"]
     assert sorted(received[:2]) == [[1, 100], [2, 200]] and received[2] == [1, 101], received
     assert sorted(received[3:]) == [[1, 102], [2, 201], [2, 202]], received

@@ -302,3 +302,16 @@ def test_what_a_rank_of_the_same_host_has_seen_counts_where_the_coordinator_can_
     assert step(revocation, REVOKED + PATIENCE)
     assert revocation.verdict is not None
     assert dict(revocation.verdict.culprits) == {1: Cause.STUCK, 2: Cause.UNKNOWN}
+
+
+def test_a_rank_tells_of_the_call_that_it_is_about_to_return_from_in_failure() -> None:
+    """On a busy machine the caller gets no processor for a while, and another group asks meanwhile."""
+    state = state_of_rank_0()
+    enter(state, 0.0)
+    state.trouble(0, TroubleKind.DEADLINE, "not complete")
+    assert state.call is not None and state.waiting() == (state.call.text, 0.0)
+    assert state.member.operation is not None
+    sequence = state.member.operation.sequence
+    state.adopt(Verdict(0, sequence, Action.FAIL, Cause.LATE, ((1, Cause.LATE),), (0, 1, 2)), None)
+    text, ended = state.waiting()
+    assert (text, 0.0 < ended < 5.0) == (state.call.text, True)
