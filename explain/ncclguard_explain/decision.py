@@ -309,7 +309,7 @@ _NOT_IMPORTED = re.compile(r"\bUnknown backend type:? '?ncclguard")
 def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bool, own: Fact | None = None) -> str:
     """Return the one thing to do next; `own` is the incident of ncclguard's that the verdict is, which has its own."""
     if own is not None and own.advice:
-        return _of_messages(finding, own) or received(own.advice[0])
+        return _advised(finding, own)[0]
     if any(_NOT_IMPORTED.search(fact.detail) for fact in verdict.facts + finding.facts):
         return tr(
             'Write `import ncclguard` before init_process_group("ncclguard"), in the program of every rank: that makes the '
@@ -348,11 +348,12 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
     )
 
 
-def _of_messages(finding: Finding, own: Fact) -> str:
-    """Return what to do by messages that say why a rank aborted, of which an incident says only that it did."""
+def _advised(finding: Finding, own: Fact) -> list[str]:
+    """Return an incident's own advice, behind that on why a rank aborted where messages say so."""
     aborted = any("(SIGABRT)" in text for text in own.advice)  # in any language
-    more = aborted and finding.confidence == "high"
-    return _ADVICE.get(finding.name, "") if more and finding.name in _DIFFER else ""
+    known = aborted and finding.confidence == "high" and finding.name in _DIFFER
+    first: list[str] = [_ADVICE[finding.name]] if known else []
+    return [*first, *map(received, own.advice)]
 
 
 _STACKS = tr(
@@ -384,8 +385,7 @@ def advise(
     what to do already, which is all that is said then.
     """
     if own is not None and own.advice:
-        first = _of_messages(finding, own)
-        return [first] * bool(first) + [received(advice) for advice in own.advice]
+        return _advised(finding, own)
     lines: list[str] = []
     if verdict.culprits:
         who = ranks_text(verdict.culprits)
