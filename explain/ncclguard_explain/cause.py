@@ -92,13 +92,13 @@ ADVICE_WATCHED = {
 }
 
 #: That of a watched rank that is lost, where nothing says that it has not aborted.
-ADVICE_ABORTED = tr(
+ADVICE_MAY_HAVE_ABORTED = tr(
     "{lost} On gloo a rank that calls with another size than the others aborts itself (SIGABRT).",
     lost=ADVICE_WATCHED[Cause.LOST],
 )
 
 #: That of a watched rank that has aborted.
-ADVICE_ABORT = tr(
+ADVICE_ABORTED = tr(
     "It aborted itself (SIGABRT): the last lines of its own output say why. On gloo a call with another size than the "
     "others' does that. Restart the job: the groups of this rank are unusable."
 )

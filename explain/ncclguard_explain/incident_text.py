@@ -8,7 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ncclguard_explain.cause import ADVICE, ADVICE_ABORT, ADVICE_ABORTED, ADVICE_OUTSIDE, ADVICE_WATCHED, WORD, Cause
+from ncclguard_explain.cause import (
+    ADVICE,
+    ADVICE_ABORTED,
+    ADVICE_MAY_HAVE_ABORTED,
+    ADVICE_OUTSIDE,
+    ADVICE_WATCHED,
+    WORD,
+    Cause,
+)
 from ncclguard_explain.facts import MAX_RANK, Fact, Kind, Work
 from ncclguard_explain.language import LANGUAGES, beside, said, tr
 from ncclguard_explain.records import Following
@@ -33,7 +41,7 @@ _BLAMED = re.compile(rf"rank(?:s)? (\d[\d,、 -]*?) ({'|'.join(_WORDS)})(?![a-z]
 _NAMED = _BLAMED.pattern.replace(" (", " (?:")
 _ADVISED = [
     str(said(text, language))
-    for text in (*ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORT, ADVICE_ABORTED, ADVICE_OUTSIDE)
+    for text in (*ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORTED, ADVICE_MAY_HAVE_ABORTED, ADVICE_OUTSIDE)
     for language in LANGUAGES
 ]
 _CAUSES = [  # no space stands before a Chinese one

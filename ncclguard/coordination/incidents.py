@@ -30,8 +30,8 @@ from ncclguard.protocol.decision import (
 )
 from ncclguard_explain.cause import (
     ADVICE,
-    ADVICE_ABORT,
     ADVICE_ABORTED,
+    ADVICE_MAY_HAVE_ABORTED,
     ADVICE_OUTSIDE,
     ADVICE_WATCHED,
     SEE_LOST,
@@ -209,8 +209,8 @@ def _advice(
     if cause is Cause.LOST and not state.guarded:
         ends = [one.note or "" for one in blamed]
         if ends and all("killed by SIGABRT" in end for end in ends):
-            return ADVICE_ABORT
-        return advice if ends and all(map(_OTHER_END.search, ends)) else ADVICE_ABORTED
+            return ADVICE_ABORTED
+        return advice if ends and all(map(_OTHER_END.search, ends)) else ADVICE_MAY_HAVE_ABORTED
     astray = state.guarded and any(map(_in_torchs_own, ranks))
     if begins_evaluation(text):
         if cause is Cause.LATE or astray:

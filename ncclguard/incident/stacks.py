@@ -439,7 +439,7 @@ def fetch(pid: int, given: Offer | None) -> Fetched:
         why = tr("a stopped process cannot write its stacks")
     elif given is None:
         why = tr("it offers no stacks (stack_signal)")
-    elif not int(fields.get("SigCgt", "0"), 16) >> (given.signal - 1) & 1:
+    elif not _is_among(given.signal, fields, "SigCgt"):
         why = tr("it does not handle signal {signal} any more", signal=given.signal)
     elif (text := _have_written(pid, given)) is None:
         runs, why = True, tr("several of its threads run: the signal could end it")
@@ -623,8 +623,13 @@ def _whom_to_ask(pid: int, given: Offer) -> int | None:
 
 def _may_run_python(folder: str, number: int) -> bool:
     """Return whether a thread may be one of Python's: those of libraries have names, or take no signals."""
-    blocked = int(_fields(f"{folder}/status").get("SigBlk", "0"), 16)
-    return not read_file(f"{folder}/comm").startswith(_NATIVE) and not blocked >> (number - 1) & 1
+    blocked = _is_among(number, _fields(f"{folder}/status"), "SigBlk")
+    return not blocked and not read_file(f"{folder}/comm").startswith(_NATIVE)
+
+
+def _is_among(number: int, fields: Mapping[str, str], mask: str) -> bool:
+    """Return whether a signal is in a mask of /proc/<pid>/status, such as SigCgt, that of those with a handler."""
+    return bool(int(fields.get(mask, "0"), 16) >> (number - 1) & 1)
 
 
 def _wakes(pid: int, thread: int) -> int:
@@ -634,16 +639,19 @@ def _wakes(pid: int, thread: int) -> int:
 
 def _choose(setting: str) -> int:
     fields = _status(os.getpid())
-    taken = int(fields.get("SigCgt", "0"), 16) | int(fields.get("SigIgn", "0"), 16)
+
+    def is_taken(number: int) -> bool:
+        return _is_among(number, fields, "SigCgt") or _is_among(number, fields, "SigIgn")
+
     if setting != "auto":
         number = int(getattr(signal, setting, 0))
-        if number == 0 or taken >> (number - 1) & 1:
+        if number == 0 or is_taken(number):
             log.warning(
                 "ncclguard: stack_signal %s is unknown or in use: no stacks are offered to other ranks", setting
             )
             return 0
         return number
-    free = [n for n in CANDIDATES if not taken >> (n - 1) & 1 and signal.getsignal(n) is signal.SIG_DFL]
+    free = [n for n in CANDIDATES if not is_taken(n) and signal.getsignal(n) is signal.SIG_DFL]
     return free[0] if free else 0
 
 

@@ -229,14 +229,7 @@ def _stragglers(status: dict[str, Any]) -> list[RenderableType]:
         return _no_exchange()
     tables: list[RenderableType] = []
     for group in status["snapshot"]["stragglers"]:
-        title = told(
-            "arrivals in group {group}, {count} operations through {op_id}, {age:.0f} s ago",
-            group=group["group"],
-            count=group["operations"],
-            op_id=group["through"],
-            age=group["age"],
-        )
-        table = _table(title, [told("rank"), told("host"), "pid", *_arrival_columns()], left=[1])
+        table = _table(_arrivals_title(group), [told("rank"), told("host"), "pid", *_arrival_columns()], left=[1])
         for row in group["rows"][:MAX_ROWS]:
             table.add_row(
                 str(row["rank"]),
@@ -250,6 +243,16 @@ def _stragglers(status: dict[str, Any]) -> list[RenderableType]:
             )
         tables.append(table)
     return tables or [_no_arrivals(status["statistics_every"])]
+
+
+def _arrivals_title(table: Mapping[str, Any]) -> str:
+    return told(
+        "arrivals in group {group}, {count} operations through {op_id}; exchanged {age:.0f} s ago",
+        group=table["group"],
+        count=table["operations"],
+        op_id=table["through"],
+        age=table["age"],
+    )
 
 
 def _arrival_columns() -> list[str]:
@@ -441,14 +444,7 @@ def _not_come(
 
 def _arrivals(table: Mapping[str, Any], placed: Hosts) -> Table:
     """Build the table of a group's arrivals: a row for each rank; in a large group, for the last ones and by host."""
-    title = told(
-        "arrivals in group {group}, {count} operations through {op_id}; exchanged {age:.0f} s ago",
-        group=table["group"],
-        count=table["operations"],
-        op_id=table["through"],
-        age=table["age"],
-    )
-    made = _table(title, [told("who"), told("ranks"), *_arrival_columns()], left=[0])
+    made = _table(_arrivals_title(table), [told("who"), told("ranks"), *_arrival_columns()], left=[0])
     for ranks in _rows_of(table["rows"]):
         if len(ranks) == 1:
             who = tr("{part} on host {host}", part=ranks_text([ranks[0][0]]), host=ranks[0][1])

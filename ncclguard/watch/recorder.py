@@ -164,8 +164,8 @@ class Recorder:
         found = {}
         for channel, own in list(self._channels.items()):
             with contextlib.suppress(TypeError, ValueError, LookupError, RuntimeError):  # its group was destroyed since
-                if torch_compat.sequence_number(own.group, own.backend) is not None:
-                    found[channel] = max(_collectives_issued(own), 0)
+                if (number := _collectives_issued(own)) is not None:
+                    found[channel] = max(number, 0)
         return found
 
     def errors(self) -> dict[str, str]:
@@ -379,13 +379,13 @@ def _message(entry: dict[str, Any]) -> str:
 def _issued(channel: _Channel, entries: list[dict[str, Any]]) -> int:
     """The number of the last collective; the recorder forgets the older ones, the backend's own counter does not."""
     recorded = max((int(entry["collective_seq_id"]) for entry in entries), default=0)
-    return max(recorded, _collectives_issued(channel))
+    return max(recorded, _collectives_issued(channel) or 0)
 
 
-def _collectives_issued(channel: _Channel) -> int:
-    """The backend's own counter, without what gloo counts with its collectives."""
-    number = torch_compat.sequence_number(channel.group, channel.backend) or 0
-    if channel.backend != "gloo":
+def _collectives_issued(channel: _Channel) -> int | None:
+    """The backend's own counter, without what gloo counts with its collectives; None where it has none."""
+    number = torch_compat.sequence_number(channel.group, channel.backend)
+    if channel.backend != "gloo" or number is None:
         return number
     return number - transfers.total(channel.group) - monitored_barriers.messages(channel.group, number)
 

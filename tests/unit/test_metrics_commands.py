@@ -272,7 +272,7 @@ def test_the_view_names_who_waits_in_what_and_who_comes_last() -> None:
         "barrier(phase='eval')",
         "31.5",
         "does not answer",
-        "arrivals in group 0:cpu, 10 operations through 0:cpu:ab12/10, 12 s ago",
+        "arrivals in group 0:cpu, 10 operations through 0:cpu:ab12/10; exchanged 12 s ago",
         "250.00",
         "1 late",
         "slow: rank 2 on node2, 1.20 times the others' time in each step, which costs the job 15% of its time; in loading data",

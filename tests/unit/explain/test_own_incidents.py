@@ -13,7 +13,7 @@ from explain_logs import timeout
 from ncclguard.incident.model import Incident
 from ncclguard.incident.report import show
 from ncclguard_explain import Report, explain
-from ncclguard_explain.cause import ADVICE, ADVICE_ABORT, ADVICE_WATCHED, Cause
+from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_WATCHED, Cause
 from ncclguard_explain.language import choose
 
 Explain = Callable[..., Report]
@@ -452,8 +452,8 @@ def test_who_has_not_imported_the_package_is_told_to(explain_lines: Explain) -> 
 @pytest.mark.parametrize(
     ("advice", "of", "first"),
     [
-        (ADVICE_ABORT, "panel", "It aborted itself"),
-        (ADVICE_ABORT, "log", "Compare the tensor shapes"),
+        (ADVICE_ABORTED, "panel", "It aborted itself"),
+        (ADVICE_ABORTED, "log", "Compare the tensor shapes"),
         (ADVICE_WATCHED[Cause.LOST], "log", "See the launcher's"),
     ],
     ids=["aborted", "aborted-for-a-size", "killed"],
