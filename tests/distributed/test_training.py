@@ -184,12 +184,19 @@ def undisturbed(ranks: list[list[int]]) -> list[float]:
 
 
 def check(kills: list[Kill], expected: list[list[int]]) -> None:
-    """All steps are done by the ranks that are left, on the samples that come next, with plain torch's losses."""
+    """All steps are done by the ranks that are left, on the samples that come next, with plain torch's losses.
+
+    Who dies right behind the last reduction of a step may have died before a survivor had it: all do the step again.
+    """
     job = run(kills)
     ends = job.values("end")
     survivors = expected[-1]
     assert sorted(ends) == survivors, job
-    assert all(end[0] == expected for end in ends.values()), ends
+    made_by, *others = [end[0] for end in ends.values()]
+    assert all(made == made_by for made in others), ends
+    redone = without({rank: step for rank, step, _ in kills})
+    assert all(made in either for made, *either in zip(made_by, expected, redone, strict=True)), ends
+    expected = made_by
     assert all(end[1] == len(survivors) for end in ends.values()), ends
     changed = [list(map(len, pair)) for pair in zip([[*range(SIZE)], *expected], expected, strict=False)]
     assert all(end[2] == [pair for pair in changed if pair[0] != pair[1]] for end in ends.values()), (ends, changed)
