@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from ncclguard import __version__
 from ncclguard.spelling import meant
-from ncclguard_explain.command_line import READER_GONE, run_command
-from ncclguard_explain.language import told, tr
+from ncclguard_explain.command_line import READER_GONE, in_help, run_command
+from ncclguard_explain.language import speaking_to, told, tr
 
 USAGE = 2
 EXIT_CODES = {
@@ -42,27 +42,29 @@ class Command:
 
 COMMANDS = {
     "bench": Command(
-        "ncclguard.bench.__main__", "time plain and guarded collectives side by side, and rehearse faults"
+        "ncclguard.bench.__main__", help="time plain and guarded collectives side by side, and rehearse faults"
     ),
-    "doctor": Command("ncclguard.environment.doctor.command", "check this host or the whole job before training"),
-    "env": Command("ncclguard.environment.env_command", "print the environment variables that fit this host"),
-    "explain": Command("ncclguard_explain.command", "read what a hung job left and name the rank that held it up"),
-    "hang": Command("ncclguard.hang.command", "name the rank that holds up a job that hangs now on this host"),
+    "doctor": Command("ncclguard.environment.doctor.command", help="check this host or the whole job before training"),
+    "env": Command("ncclguard.environment.env_command", help="print the environment variables that fit this host"),
+    "explain": Command("ncclguard_explain.command", help="read what a hung job left and name the rank that held it up"),
+    "hang": Command("ncclguard.hang.command", help="name the rank that holds up a job that hangs now on this host"),
     "observe": Command(
-        "ncclguard.watch.observe", "run a program that is not changed, and name the rank that holds the others up"
+        "ncclguard.watch.observe", help="run a program that is not changed, and name the rank that holds the others up"
     ),
-    "top": Command("ncclguard.metrics.top_command", "watch the ranks of a running job on this host"),
-    "set": Command("ncclguard.metrics.control", "change settings of a running job, on all ranks at once"),
+    "top": Command("ncclguard.metrics.top_command", help="watch the ranks of a running job on this host"),
+    "set": Command("ncclguard.metrics.control", help="change settings of a running job, on all ranks at once"),
     "run": Command(
         "ncclguard.training.launcher",
-        "start a training as torchrun does, and leave alone the ranks that go on without a lost one",
+        help="start a training as torchrun does, and leave alone the ranks that go on without a lost one",
     ),
     "store": Command(
-        "ncclguard.coordination.store_command", "have the store where processes meet that are not in one job"
+        "ncclguard.coordination.store_command", help="have the store where processes meet that are not in one job"
     ),
-    "report": Command("ncclguard.incident.report", "make the page of an incident again, from its JSON"),
-    "drill": Command("ncclguard.faults.drill", "inject a fault into a running job that allows it"),
-    "completion": Command("ncclguard.completion", "print a script with which bash, zsh or fish completes all this"),
+    "report": Command("ncclguard.incident.report", help="make the page of an incident again, from its JSON"),
+    "drill": Command("ncclguard.faults.drill", help="inject a fault into a running job that allows it"),
+    "completion": Command(
+        "ncclguard.completion", help="print a script with which bash, zsh or fish completes all this"
+    ),
 }
 
 
@@ -74,11 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     if not words:
-        print(usage(), file=sys.stderr)
+        with speaking_to(sys.stderr):
+            print(usage(), file=sys.stderr)
         return USAGE
     name, rest = words[0], words[1:]
     if name in ("-h", "--help", "help"):
-        print(usage())
+        with speaking_to(sys.stdout):
+            print(usage())
         return 0
     if name in ("-V", "--version"):
         print(f"ncclguard {__version__}")
@@ -105,9 +109,10 @@ def _run(words: Sequence[str]) -> int:
 
 def usage() -> str:
     """Return the list of commands that this installation has, one a line."""
-    lines = ["usage: ncclguard [--version] COMMAND [ARGUMENT ...]", "", "commands:"]
-    lines += [f"  {name:<11}{command.help}" for name, command in COMMANDS.items() if command.available]
-    return "\n".join([*lines, "", "`ncclguard COMMAND --help` shows the arguments, examples and exit codes of one."])
+    lines = [f"{told('usage: ', 'help')}ncclguard [--version] COMMAND [ARGUMENT ...]", "", told("commands:", "help")]
+    lines += [f"  {name:<11}{in_help(command.help)}" for name, command in COMMANDS.items() if command.available]
+    last = told("`ncclguard COMMAND --help` shows the arguments, examples and exit codes of one.", "help")
+    return "\n".join([*lines, "", last])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ncclguard.__main__ import COMMANDS
-from ncclguard_explain.command_line import described
+from ncclguard_explain.command_line import Parser, described
 
 SHELLS: Final = ("bash", "zsh", "fish")
 EXIT_CODES: Final = {0: "the script was printed", 2: "there is no such shell"}
@@ -42,7 +42,7 @@ class Syntax:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ncclguard completion", description="Print a script for a shell that completes what one types."
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell that reads it")

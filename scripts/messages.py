@@ -1,8 +1,9 @@
 """Bring the catalogues of messages up to date with the source: `python scripts/messages.py`.
 
-A template that `tr`, `told` or `joined` has in the source, or in a page's template, and that the catalogues
-lack, comes in with an empty translation; one that is in the source no longer goes out. Those that are still to be
-translated are printed, and the exit code is 1 while there are any. Entries stand in the order of the source.
+A template that `tr`, `told` or `joined` has in the source, or in a page's template, or a text of a command's `--help`,
+and that the catalogues lack, comes in with an empty translation; one that is in the source no longer goes out. Those
+that are still to be translated are printed, and the exit code is 1 while there are any. Entries stand in the order of
+the source.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ SHOWN = (
     "ncclguard/metrics/top_command.py", "ncclguard/process_group/work_queue.py",
 )  # fmt: skip
 #: What the core's messages are made of: sent with them.
-ALSO_SENT = ("explain/ncclguard_explain/cause.py", "explain/ncclguard_explain/ranks.py")
+ALSO_SENT = (
+    "explain/ncclguard_explain/cause.py", "explain/ncclguard_explain/command_line.py", "explain/ncclguard_explain/ranks.py",
+)  # fmt: skip
+#: Where the texts of `--help` stand, which `command_line.in_help` says: arguments of a call, and tables of `described`.
+HELP, HELP_TABLES = frozenset({"description", "help"}), re.compile(r"_?examples|exit_codes", re.IGNORECASE)
 #: A call in a page's template: its text, and its context where it has one.
 _CALL = re.compile(r'\b(?:tr|told)\("((?:[^"\\]|\\.)*)"(?:, "([a-z]+)")?')
 HEADER = """\
@@ -57,8 +62,13 @@ def templates() -> dict[Key, str]:
 
 
 def _of_module(file: Path) -> Iterator[Key]:
-    calls = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
-    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+    nodes = [
+        node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, (ast.Call, ast.stmt))
+    ]
+    for call in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+        yield from (("help", text) for text in _of_help(call))
+        if not isinstance(call, ast.Call):
+            continue
         if isinstance(call.func, ast.Name) and call.func.id in FUNCTIONS and call.args:
             literals = [one.value if isinstance(one, ast.Constant) else None for one in call.args]
             if not isinstance(literals[0], str):
@@ -67,6 +77,20 @@ def _of_module(file: Path) -> Iterator[Key]:
                 )
             context = literals[1] if len(literals) > 1 and call.func.id != "joined" else ""
             yield str(context), literals[0]
+
+
+def _of_help(node: ast.AST) -> Iterator[str]:
+    """The texts of `--help` that a call or an assignment has as literals."""
+    texts: list[ast.expr | None] = []
+    if isinstance(node, ast.Call):
+        texts += [given.value for given in node.keywords if given.arg in HELP]
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        if isinstance(target, ast.Name) and HELP_TABLES.fullmatch(target.id):
+            texts += node.value.values
+    for text in texts:
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            yield text.value
 
 
 def catalogue_of(language: str) -> dict[Key, str]:
@@ -81,7 +105,7 @@ def written(language: str, translations: dict[Key, str]) -> str:
     parts = [HEADER.replace("{language}", language)]
     for (context, template), file in templates().items():
         flags = ["python-brace-format"] if "{" in template else []
-        flags += ["sent"] if file in ALSO_SENT or not file.startswith(SHOWN) else []
+        flags += ["sent"] if context != "help" and (file in ALSO_SENT or not file.startswith(SHOWN)) else []
         head = f"#. {file}\n" + (f"#, {', '.join(flags)}\n" if flags else "")
         head += f"msgctxt {_quoted(context)}\n" if context else ""
         translation = translations.get((context, template), "")

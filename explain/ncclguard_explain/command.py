@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ncclguard_explain.arithmetic import find_model, read_deepspeed
-from ncclguard_explain.command_line import described
+from ncclguard_explain.command_line import Parser, described
 from ncclguard_explain.decision import EXIT_CODES as DECISIONS
 from ncclguard_explain.evidence import Collector
 from ncclguard_explain.language import joined, say, speaking_to, told, tr
@@ -28,7 +28,7 @@ SHOWN_UNREAD = 4
 EXIT_CODES = {
     0: "a report was made, whether or not there was an incident; with --exit-code: no incident",
     UNUSABLE: "an input cannot be used, or the report cannot be written",
-    **{code: f"with --exit-code: {decision}" for decision, code in DECISIONS.items()},
+    **{code: tr("with --exit-code: {decision}", "help", decision=decision) for decision, code in DECISIONS.items()},
 }
 EXAMPLES = {
     "ncclguard explain logs/": "a folder of torchrun (--log-dir), with flight-recorder dumps and dmesg beside it",
@@ -46,7 +46,7 @@ RAS_WITHIN = 20.0
 
 def build_parser(program: str = "ncclguard explain") -> argparse.ArgumentParser:
     """Return the arguments of the command; `program` is what its user typed."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=program,
         description="Read what a hung or timed-out job left (logs, torchrun log folders, error files, flight-recorder dumps, "
         "dmesg, scheduler events, NCCL's RAS report) and say which rank held it up, why, and what to do.",

@@ -7,49 +7,134 @@ import codecs
 import errno
 import io
 import os
+import re
 import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TextIO, TypeVar
+from typing import Any, Final, NoReturn, TextIO, TypeVar
 
-from ncclguard_explain.language import told
+from ncclguard_explain.language import ENGLISH, Message, current, folded, say, speaking_to, told, tr
 
 #: The exit code of a command whose output nobody reads any more, as other programs have it.
 READER_GONE = 128 + signal.SIGPIPE
 #: That of one whose output cannot be written.
 UNWRITTEN = 2
-ParserT = TypeVar("ParserT", bound=argparse.ArgumentParser)
+
+#: What argparse itself says in help and in errors: it stands here for the catalogue, where `in_help` and `say` find it.
+_OF_ARGPARSE: Final = (
+    tr("options", "help"),
+    tr("optional arguments", "help"),  # Python 3.9
+    tr("positional arguments", "help"),
+    tr("show this help message and exit", "help"),
+    tr("argument {name}: {text}"),
+    tr("unrecognized arguments: {given}"),
+    tr("the following arguments are required: {choices}"),
+    tr("one of the arguments {choices} is required"),
+    tr("not allowed with argument {name}"),
+    tr("expected one argument"),
+    tr("expected at most one argument"),
+    tr("expected at least one argument"),
+    tr("ignored explicit argument {given}"),
+    tr("invalid {kind} value: {given}"),
+    tr("invalid choice: {given} (choose from {choices})"),
+    tr("ambiguous option: {given} could match {choices}"),
+)
+
+
+def in_help(text: str) -> str:
+    """A text of a command's help in the reader's language; scripts/messages.py finds those that `tr` has not made."""
+    return (text if isinstance(text, Message) else Message(text, context="help")).said(current())
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps paragraphs, and leaves a text that has lines of its own: argparse does either with all texts."""
+    """Says texts in the reader's language; wraps paragraphs, and leaves a text that has lines of its own."""
+
+    def add_text(self, text: str | None) -> None:
+        super().add_text(text and in_help(text))
+
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(heading and in_help(heading))
+
+    def format_help(self) -> str:
+        # argparse puts a colon of its own behind a heading.
+        return re.sub(r"(?<=[\u4e00-\u9fff]):", "：", super().format_help())
+
+    def _format_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None) -> str:
+        if current() == ENGLISH or prefix is not None:
+            return super()._format_usage(usage, actions, groups, prefix)
+        # argparse indents the lines below by the number of its characters, each of which has two columns.
+        said = told("usage: ", "help")
+        stand_in = ":" * 2 * len(said)
+        return super()._format_usage(usage and in_help(usage), actions, groups, stand_in).replace(stand_in, said, 1)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if not action.help or current() == ENGLISH:
+            return super()._get_help_string(action)
+        return in_help(action.help if isinstance(action.help, Message) else action.help.removesuffix(_DEFAULT))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        lines = [] if current() == ENGLISH else folded(" ".join(text.split()), width).splitlines()
+        return lines if len(lines) > 1 else super()._split_lines(text, width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" in text:
-            return "\n".join(indent + line for line in text.splitlines())
-        return super()._fill_text(text, width, indent)
+        lines = text.splitlines() if "\n" in text else self._split_lines(text, width - len(indent))
+        return "\n".join(indent + line for line in lines)
+
+
+#: What `argparse.BooleanOptionalAction` appends to a help text before Python 3.13.
+_DEFAULT: Final = " (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """The arguments of a command, whose help and errors are in the reader's language."""
+
+    #: Of a call its purpose, and of an exit code its meaning.
+    examples: Mapping[str, str] = {}
+    exit_codes: Mapping[int, str] = {}
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(formatter_class=HelpFormatter, **given)
+
+    def format_help(self) -> str:
+        lines = [told("examples:", "help")]
+        for command, purpose in self.examples.items():
+            lines += [f"  {command}", f"      {in_help(purpose)}"]
+        lines += ["", told("exit codes:", "help")]
+        lines += [f"  {code:>3}  {in_help(meaning)}" for code, meaning in self.exit_codes.items()]
+        self.epilog = "\n".join(lines)
+        return super().format_help()
+
+    def print_help(self, file: Any = None) -> None:
+        with speaking_to(file or sys.stdout):
+            super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        with speaking_to(sys.stderr):
+            self.print_usage(sys.stderr)
+            self.exit(2, told("{name}: error: {text}\n", "help", name=self.prog, text=say(message)))
+
+
+ParserT = TypeVar("ParserT", bound=Parser)
 
 
 def described(parser: ParserT, examples: Mapping[str, str], exit_codes: Mapping[int, str]) -> ParserT:
     """Return the parser with examples (command to purpose) and exit codes at the end of its help.
 
-    >>> made = described(argparse.ArgumentParser(prog="ncclguard top"), {"ncclguard top": "live"}, {0: "shown"})
-    >>> print(made.epilog)
+    >>> made = described(Parser(prog="ncclguard top", add_help=False), {"ncclguard top": "live"}, {0: "shown"})
+    >>> print(made.format_help())
+    usage: ncclguard top
+    <BLANKLINE>
     examples:
       ncclguard top
           live
     <BLANKLINE>
     exit codes:
         0  shown
+    <BLANKLINE>
     """
-    lines = ["examples:"]
-    for command, purpose in examples.items():
-        lines += [f"  {command}", f"      {purpose}"]
-    lines += ["", "exit codes:", *(f"  {code:>3}  {meaning}" for code, meaning in exit_codes.items())]
-    parser.formatter_class = HelpFormatter
-    parser.epilog = "\n".join(lines)
+    parser.examples, parser.exit_codes = examples, exit_codes
     return parser
 
 

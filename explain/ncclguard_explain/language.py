@@ -317,11 +317,45 @@ def _closed_up(before: str, after: str) -> bool:
     return stops or bool(_WIDE.match(before) and _WIDE.match(after))
 
 
+#: What a line does not begin with, and not end with.
+_NOT_FIRST: Final = "，。：；、）」』！？”"
+_NOT_LAST: Final = "（「『“"
+_PIECES: Final = re.compile(r"\s+|[^\s\u2e80-\u9fff\uff00-\uffef]+|.", re.DOTALL)
+
+
+def folded(line: str, width: int) -> str:
+    """A line cut for so many columns, also between wide characters; rich cuts only at spaces, which Chinese has few of.
+
+    A line that has no wide characters is left to rich.
+
+    >>> folded("看它的调用栈。", 10)
+    '看它的调用\\n栈。'
+    """
+    from rich.cells import cell_len
+
+    if cell_len(line) <= width or cell_len(line) == len(line):
+        return line
+    rows: list[str] = []
+    row: list[str] = []
+    for piece in _PIECES.findall(line):
+        if cell_len("".join(row)) + cell_len(piece) > width and "".join(row).strip():
+            carried: list[str] = []
+            while len(row) > 1 and (carried or [piece])[0] in _NOT_FIRST:
+                carried.insert(0, row.pop())
+            while len(row) > 1 and row[-1] in _NOT_LAST:
+                carried.insert(0, row.pop())
+            rows.append("".join(row).rstrip())
+            row = carried
+        if row or not rows or not piece.isspace():
+            row.append(piece)
+    return "\n".join([*rows, "".join(row)])
+
+
 # --------------------------------------------------------------------------------- texts that have lost their template
 
 #: Slots of templates by what they hold. What others have written stays as it is, unless it is a message as a whole;
 #: names have no spaces, numbers are figures; of texts a part may stay as it is. All of any other slot must be known.
-_FOREIGN: Final = frozenset(["error", "exception", "kind", "marker", "operation", "place", "said"])
+_FOREIGN: Final = frozenset(["choices", "error", "exception", "given", "kind", "marker", "operation", "place", "said"])
 _NAMES: Final = frozenset(["address", "host", "letter", "name", "signal", "some"])
 _NUMBERS: Final = frozenset(
     ["age", "budget", "code", "count", "generation", "limit", "minutes", "missing", "number", "numbers", "peer", "pid"]

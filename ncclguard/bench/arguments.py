@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -14,7 +15,8 @@ import torch
 
 from ncclguard.arguments import positive_seconds, whole_from
 from ncclguard.errors import GuardConfigError
-from ncclguard_explain.command_line import described
+from ncclguard_explain.command_line import Parser, described
+from ncclguard_explain.language import received, speaking_to, told, tr
 
 _LARGEST = 2**62  # bytes; above it torch's own 64-bit sizes end
 _MOST = 1000  # sizes of a sweep: each takes seconds
@@ -177,9 +179,12 @@ class Settings:
         return self.torch_dtype.itemsize
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
-        raise BenchError(f"{message.removesuffix('.')}. `python -m ncclguard.bench --help` lists every option.")
+        said = received(message.removesuffix("."))
+        with speaking_to(sys.stderr):
+            text = told("{text}. `python -m ncclguard.bench --help` lists every option.", text=said)
+        raise BenchError(text)
 
 
 def _size(text: str) -> Size:
@@ -196,20 +201,20 @@ def build_parser() -> argparse.ArgumentParser:
         description="Compare plain torch.distributed collectives with guarded ones, side by side in one run, and check "
         "every element of every result. Sizes: 5e8 or 500_000_000 count elements; 1.5GiB or 64MB count bytes.",
     )
-    sizes = parser.add_argument_group("sizes")
+    sizes = parser.add_argument_group(tr("sizes", "help"))
     sizes.add_argument(
         "--numel",
         type=_size,
         nargs="+",
         action="extend",
         metavar="SIZE",
-        help=f"one or more sizes (default: {', '.join(f'{n:_}' for n in DEFAULT_NUMELS)})",
+        help=tr("one or more sizes (default: {some})", "help", some=", ".join(f"{n:_}" for n in DEFAULT_NUMELS)),
     )
     sizes.add_argument("--min", type=_size, metavar="SIZE", help="first size of a sweep; needs --max")
     sizes.add_argument("--max", type=_size, metavar="SIZE", help="last size of a sweep; needs --min")
     sizes.add_argument("--factor", type=float, help="growth from one size of the sweep to the next (default: 10)")
 
-    what = parser.add_argument_group("what is measured")
+    what = parser.add_argument_group(tr("what is measured", "help"))
     what.add_argument("--op", choices=OPERATIONS, default="all_reduce", help="the collective (default: all_reduce)")
     what.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="element type (default: float32)")
     what.add_argument(
@@ -237,7 +242,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--timeout", type=positive_seconds, help="limit for one call, in seconds (default: 300; --fault late, stop: 5)"
     )
 
-    where = parser.add_argument_group("where")
+    where = parser.add_argument_group(tr("where", "help"))
     where.add_argument(
         "--ranks",
         type=whole_from(1),
@@ -246,13 +251,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there are GPUs, else gloo")
 
-    output = parser.add_argument_group("output")
+    output = parser.add_argument_group(tr("output", "help"))
     output.add_argument("--json", type=Path, metavar="FILE", help="write every figure here; never overwrites a file")
     output.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw bus bandwidth and ratio over size (matplotlib)"
     )
 
-    fault = parser.add_argument_group("rehearsal")
+    fault = parser.add_argument_group(tr("rehearsal", "help"))
     fault.add_argument("--fault", choices=FAULTS, help="make one rank misbehave and show what the guard says and does")
     fault.add_argument("--rank", type=whole_from(0), metavar="R", help="the rank that misbehaves (default: 2)")
     return described(parser, EXAMPLES, EXIT_CODES)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
-from ncclguard_explain.command_line import described
+from ncclguard_explain.command_line import Parser, described
 from ncclguard_explain.language import told
 
 EXIT_CODES: Final = {
@@ -22,7 +22,7 @@ EXIT_CODES: Final = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ncclguard store",
         description="Have the store where the processes of `ncclguard.join` meet, until Ctrl-C or SIGTERM. It is torch's "
         "TCPStore, which asks nobody who they are: listen on a network of the job's own.",

@@ -18,7 +18,7 @@ from ncclguard.environment.catalogue import CATALOGUE
 from ncclguard.environment.limits import as_table, limits_in_force
 from ncclguard.environment.setup import PROFILE_NAMES, EnvironmentReport, plan_environment
 from ncclguard.errors import GuardConfigError
-from ncclguard_explain.command_line import described
+from ncclguard_explain.command_line import Parser, described
 from ncclguard_explain.language import say, speaking_to
 
 EXIT_CODES = {0: "the variables were printed; what is wrong is on stderr", 2: "a setting cannot be used"}
@@ -123,7 +123,7 @@ def host_dependent(names: Sequence[str]) -> tuple[str, ...]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ncclguard env",
         description="Print the environment variables for interface, network, error handling and recorder that fit this "
         'host. For a shell: eval "$(ncclguard env)". Values that are already set are kept.',

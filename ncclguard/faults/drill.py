@@ -33,7 +33,7 @@ from ncclguard.faults.fault import ALTERS, EVENTS_VARIABLE, PARAMETERS, PERMISSI
 from ncclguard.faults.job import JobResult
 from ncclguard.faults.launcher import run_ranks
 from ncclguard_explain.cause import WORD, Cause
-from ncclguard_explain.command_line import described, progress
+from ncclguard_explain.command_line import Parser, described, progress
 from ncclguard_explain.language import Message, joined, say, speaking_to, told, tr
 from ncclguard_explain.ranks import ranks_text
 
@@ -310,7 +310,7 @@ USAGE: Final = 2
 EXIT_CODES: Final = {
     0: "all others named the struck rank or engine and nobody else, or the fault was over in time",
     1: "they did not, or the fault never struck",
-    USAGE: f"a wrong call, or {PERMISSION} is not 1",
+    USAGE: tr("a wrong call, or {variable} is not 1", "help", variable=PERMISSION),
 }
 EXAMPLES: Final = {
     f"{PERMISSION}=1 ncclguard drill --fault late": "the built-in job, with a rank that comes too late",
@@ -343,13 +343,17 @@ class Ended:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="ncclguard drill",
-        usage="ncclguard drill --fault KIND [--rank R | --engine NAME] [options] [-- COMMAND ...]",
-        description="Inject a fault into one rank of a real run, without changing the program, and print what happened, how long "
-        "until everyone knew, who was named and whether the job went on. Without a command a small built-in job is run. "
-        "With --engine, into an engine of a weight channel: whether publish came back in time, and the engine is taken back. "
-        f"Refuses to run unless {PERMISSION}=1 is set.",
+        usage=tr("ncclguard drill --fault KIND [--rank R | --engine NAME] [options] [-- COMMAND ...]", "help"),
+        description=tr(
+            "Inject a fault into one rank of a real run, without changing the program, and print what happened, how long "
+            "until everyone knew, who was named and whether the job went on. Without a command a small built-in job is run. "
+            "With --engine, into an engine of a weight channel: whether publish came back in time, and the engine is taken back. "
+            "Refuses to run unless {variable}=1 is set.",
+            "help",
+            variable=PERMISSION,
+        ),
     )
     made.add_argument("--fault", required=True, choices=sorted(PARAMETERS), help="what happens to the rank")
     made.add_argument("--rank", type=whole_from(0), help="the global rank that is struck (built-in job: by the seed)")

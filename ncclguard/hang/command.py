@@ -45,7 +45,7 @@ from ncclguard.hang.report import (
 )
 from ncclguard.hang.sockets import groups_of_calls, tcp_sockets
 from ncclguard.hang.stacks import Kind
-from ncclguard_explain.command_line import Tell, described, progress
+from ncclguard_explain.command_line import Parser, Tell, described, progress
 from ncclguard_explain.language import Message, say, speaking_to, told, tr
 
 NAMED, UNUSABLE, NOBODY = 1, 2, 3
@@ -78,7 +78,7 @@ _FOR_HELPERS = (Kind.LOADER, Kind.CHILD)
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="ncclguard hang",
         description="Find the ranks of the jobs that run on this host, look at each twice, a second apart, and say which "
         "rank holds up its job and where it stands. Nothing has to be prepared in the job, and nothing stops or signals it.",
@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--collect", metavar="DIR", help="write what is seen on this host to a file in DIR, for a report on all hosts"
     )
     made.add_argument("--seconds", type=positive_seconds, default=SECONDS, metavar="S",
-                      help=f"how long ranks have to stand still before one is named ({SECONDS:g} by default)")  # fmt: skip
+                      help=tr("how long ranks have to stand still before one is named ({seconds:g} by default)", "help", seconds=SECONDS))  # fmt: skip
     return described(made, EXAMPLES, EXIT_CODES)
 
 
@@ -444,9 +444,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     elsewhere = arguments.slurm or arguments.kubectl or arguments.ssh or arguments.ray
     if elsewhere and arguments.pid:
-        parser.error("--pid is a process of this host: it cannot be given with --slurm, --kubectl, --ssh or --ray")
+        parser.error(tr("--pid is a process of this host: it cannot be given with --slurm, --kubectl, --ssh or --ray"))
     if arguments.paths and (elsewhere or arguments.watch is not None):
-        parser.error("what was collected is not looked at again: give either PATH, or where to look")
+        parser.error(tr("what was collected is not looked at again: give either PATH, or where to look"))
     try:
         return _run(arguments)
     except NothingToReport as error:

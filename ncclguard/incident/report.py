@@ -12,7 +12,6 @@ import datetime
 import io
 import logging
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -30,8 +29,8 @@ from ncclguard.incident.model import Incident, MembershipChange, as_text, what_t
 from ncclguard.incident.page import render_html
 from ncclguard.incident.timeline import Document, RasQuote
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.command_line import described
-from ncclguard_explain.language import speaking_to, told
+from ncclguard_explain.command_line import Parser, described
+from ncclguard_explain.language import folded, speaking_to, told, tr
 from ncclguard_explain.page import PageError
 
 log = logging.getLogger("ncclguard")
@@ -412,40 +411,6 @@ def _framed(incident: Incident, stream: TextIO, evidence: Sequence[str]) -> str:
     return made.getvalue()
 
 
-#: What a line does not begin with, and not end with.
-_NOT_FIRST: Final = "，。：；、）」』！？”"
-_NOT_LAST: Final = "（「『“"
-_PIECES: Final = re.compile(r"\s+|[^\s\u2e80-\u9fff\uff00-\uffef]+|.", re.DOTALL)
-
-
-def folded(line: str, width: int) -> str:
-    """A line cut for so many columns, also between wide characters; rich cuts only at spaces, which Chinese has few of.
-
-    A line that has no wide characters is left to rich.
-
-    >>> folded("看它的调用栈。", 10)
-    '看它的调用\\n栈。'
-    """
-    from rich.cells import cell_len
-
-    if cell_len(line) <= width or cell_len(line) == len(line):
-        return line
-    rows: list[str] = []
-    row: list[str] = []
-    for piece in _PIECES.findall(line):
-        if cell_len("".join(row)) + cell_len(piece) > width and "".join(row).strip():
-            carried: list[str] = []
-            while len(row) > 1 and (carried or [piece])[0] in _NOT_FIRST:
-                carried.insert(0, row.pop())
-            while len(row) > 1 and row[-1] in _NOT_LAST:
-                carried.insert(0, row.pop())
-            rows.append("".join(row).rstrip())
-            row = carried
-        if row or not rows or not piece.isspace():
-            row.append(piece)
-    return "\n".join([*rows, "".join(row)])
-
-
 # --------------------------------------------------------------------------------------------------------- the command
 
 UNUSABLE = 2
@@ -458,7 +423,7 @@ EXAMPLES = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ncclguard report",
         description="Make the page of an incident's report again, from its JSON, and show its panel.",
     )
@@ -474,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.html is not None and len(arguments.files) > 1:
-        parser.error("--html takes one page: give one FILE.json with it")
+        parser.error(tr("--html takes one page: give one FILE.json with it"))
     for file in arguments.files:
         page = arguments.html or file.with_suffix(".html")
         try:

@@ -26,7 +26,7 @@ from typing import Any
 
 from ncclguard.arguments import seconds_or_zero
 from ncclguard.metrics.settings import SETTINGS
-from ncclguard_explain.command_line import described
+from ncclguard_explain.command_line import Parser, described
 from ncclguard_explain.language import tr
 
 log = logging.getLogger("ncclguard")
@@ -325,13 +325,16 @@ def _assignment(text: str) -> tuple[str, float | None]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ncclguard set",
         description="Change settings of a running job, on all its ranks after the same operation. The job needs "
         "setup_nccl_monitoring(); what the program gives as an argument stays.",
     )
     parser.add_argument(
-        "settings", nargs="+", metavar="NAME=VALUE", help=f"{', '.join(SETTINGS)}; seconds or a number, or none"
+        "settings",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help=tr("{some}; seconds or a number, or none", "help", some=", ".join(SETTINGS)),
     )
     parser.add_argument("--job", help="name of the job; not needed when there is one on this host")
     parser.add_argument(

@@ -24,7 +24,7 @@ from ncclguard.metrics import records
 from ncclguard.metrics.control import ControlError, ask, choose
 from ncclguard.metrics.records import ChannelStatus, SlowRanks, channel_text
 from ncclguard.metrics.settings import shown
-from ncclguard_explain.command_line import described
+from ncclguard_explain.command_line import Parser, described
 from ncclguard_explain.language import Message, say, speaking_to, told, tr
 from ncclguard_explain.ranks import Hosts, ranks_text
 
@@ -102,7 +102,7 @@ def job_answers(ranks: dict[int, Path]) -> dict[int, dict[str, Any] | str]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ncclguard top",
         description="Show the ranks of a job on this host: what they are in, how long they wait, and who comes last. The job "
         "needs setup_nccl_monitoring() or watch(). Ranks of other hosts are in the table of arrivals only; see --all.",

@@ -31,7 +31,7 @@ from ncclguard.torch_compat import elastic
 from ncclguard.torch_compat.elastic import Codes, Host
 from ncclguard.training import declaration, places, stand_by
 from ncclguard_explain import language
-from ncclguard_explain.command_line import described
+from ncclguard_explain.command_line import Parser, described
 from ncclguard_explain.language import Message, tr
 from ncclguard_explain.ranks import ranks_text
 
@@ -311,10 +311,18 @@ def build_parser() -> argparse.ArgumentParser:
     def option(name: str, **said: Any) -> None:  # with either spelling, as torchrun's
         own.add_argument(f"--{name}", f"--{name.replace('-', '_')}", **said)
 
-    text = "Seconds in which the survivors of a lost rank must have gone on; else all are ended, as by torchrun."
-    option("go-on-within", type=positive_seconds, default=WITHIN, help=text)
-    text = "Processes of this host that wait to take a lost rank's place; they have imported torch."
-    own.add_argument("--spares", type=whole_from(0), default=0, help=text)
+    option(
+        "go-on-within",
+        type=positive_seconds,
+        default=WITHIN,
+        help="Seconds in which the survivors of a lost rank must have gone on; else all are ended, as by torchrun.",
+    )
+    own.add_argument(
+        "--spares",
+        type=whole_from(0),
+        default=0,
+        help="Processes of this host that wait to take a lost rank's place; they have imported torch.",
+    )
     own.add_argument(
         "--stand-by",
         "--stand_by",
@@ -324,13 +332,25 @@ def build_parser() -> argparse.ArgumentParser:
         "elsewhere and not started again there. --master-addr and --master-port as on the others. "
         "A launcher that is started again with a --node-rank that had ranks in the job stands by too.",
     )
-    text = "How many lost ranks of this host are started again, once no spare is left."
-    option("restart-lost", type=whole_from(0), default=0, help=text)
-    text = "End all when more ranks of this host were lost within --losses-within seconds; 0: no limit."
-    option("max-losses", type=whole_from(0), default=0, help=text)
-    text = "Seconds in which the losses of --max-losses are counted."
-    option("losses-within", type=positive_seconds, default=PERIOD, help=text)
-    parser = argparse.ArgumentParser(
+    option(
+        "restart-lost",
+        type=whole_from(0),
+        default=0,
+        help="How many lost ranks of this host are started again, once no spare is left.",
+    )
+    option(
+        "max-losses",
+        type=whole_from(0),
+        default=0,
+        help="End all when more ranks of this host were lost within --losses-within seconds; 0: no limit.",
+    )
+    option(
+        "losses-within",
+        type=positive_seconds,
+        default=PERIOD,
+        help="Seconds in which the losses of --max-losses are counted.",
+    )
+    parser = Parser(
         prog="ncclguard run",
         description="Start a training as torchrun does, with torchrun's options, and leave alone the ranks that go on without a "
         "lost one.",
@@ -346,7 +366,9 @@ def _check_has_no_ranks(parser: argparse.ArgumentParser, arguments: argparse.Nam
     given = [name for name in about if getattr(arguments, name) != parser.get_default(name)]
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"{options} is about a host's own ranks, of which one that stands by has none: leave it out")
+        raise ValueError(
+            tr("{some} is about a host's own ranks, of which one that stands by has none: leave it out", some=options)
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

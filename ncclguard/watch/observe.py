@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import ncclguard_observe
-from ncclguard_explain.command_line import described
+from ncclguard_explain.command_line import Parser, described
 from ncclguard_explain.language import say, told, tr
 
 _NOT_FOUND: Final = 127
@@ -34,7 +34,7 @@ _EXAMPLES: Final = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ncclguard observe",
         usage="ncclguard observe [-h] -- COMMAND [ARGUMENT ...]",
         description="Run a command, and watch() in every rank that it starts: the program is not changed, nothing of what it "

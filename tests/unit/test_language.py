@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
+import importlib
 import importlib.util
 import io
 import json
@@ -25,19 +27,22 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from ncclguard.__main__ import COMMANDS, usage
 from ncclguard.config import GuardConfig, configure, reset_config
 from ncclguard.errors import GuardConfigError, GuardError, error_for
 from ncclguard.incident.model import Incident, RankReport, as_text
 from ncclguard.incident.page import render_html
-from ncclguard.incident.report import folded, show
+from ncclguard.incident.report import show
 from ncclguard.incident.timeline import Document
 from ncclguard.outcome import of_incident
 from ncclguard.process_group.work_queue import GuardedWork, Task, WorkQueue
+from ncclguard.torch_compat import elastic
 from ncclguard.watch.coordination import WatchCoordination
 from ncclguard.watch.watcher import Watcher
 from ncclguard_explain import explain, language
 from ncclguard_explain.cause import ADVICE, MEANING, WORD, Cause
-from ncclguard_explain.language import Message, entries_of, joined, read, said, tr
+from ncclguard_explain.command_line import Parser, in_help
+from ncclguard_explain.language import Message, entries_of, folded, joined, read, said, tr
 from ncclguard_explain.ranks import FEW_RANKS, Hosts, ranks_text
 from ncclguard_explain.render import print_report, render_html as explained_page
 
@@ -451,6 +456,74 @@ def test_an_own_exception_of_another_rank_counts_more_than_an_incident_before(tm
     )
     (tmp_path / "rank2.log").write_text("step 6\n")
     assert explain([str(tmp_path)]).culprits == (1,)
+
+
+# --------------------------------------------------------------------------------------------------------------- --help
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.available])
+def test_all_of_a_help_is_chinese_and_fits(name: str, chinese: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser: Parser = importlib.import_module(COMMANDS[name].module).build_parser()
+    said_by_torch = {action.dest for action in elastic.parser()._actions} - {"help"} if name == "run" else set()
+    own = [action for action in parser._actions if action.help and action.dest not in said_by_torch]
+    texts = [parser._get_formatter()._expand_help(action) for action in own]
+    titles = [str(group.title) for group in parser._action_groups if group._group_actions]
+    others = [parser.description or "", *titles, *parser.examples.values(), *parser.exit_codes.values()]
+    texts += map(in_help, others)
+    assert not [text for text in texts if not CHINESE.search(text)]
+    shown = parser.format_help()
+    words = "".join(shown.split())
+    assert shown.startswith(f"用法：ncclguard {name} ")
+    assert not [text for text in texts if "".join(text.split()) not in words]
+    lines = [line for line in shown.splitlines() if CHINESE.search(line) and not line.startswith("用法：")]
+    assert max(map(cell_len, lines)) <= 80
+
+
+def test_the_list_of_commands_is_chinese(chinese: None) -> None:
+    lines = list(filter(None, usage().splitlines()))
+    assert len(lines) > len(COMMANDS)
+    assert not [line for line in lines if not CHINESE.search(line) or cell_len(line) > 80]
+
+
+ERRORS = [
+    ("--late x FILE", "参数 --late：不是有效的 float 值：'x'"),
+    ("--late", "参数 --late：需要一个值"),
+    ("--kind b FILE", "参数 --kind：无效的选择：'b'（可选：'a'）"),
+    ("--kind a --once FILE", "参数 --once：不能与参数 --kind 同时使用"),
+    ("--once=1 FILE", "参数 --once：不接受值，却给了 '1'"),
+    ("--l 1 FILE", "选项有歧义：--l 可以是 --late, --list"),
+    ("--late 1", "缺少必需的参数：FILE"),
+    ("FILE b --fast", "无法识别的参数：b --fast"),
+    ("FILE --list", "参数 --list：至少需要一个值"),
+]
+
+
+@pytest.mark.parametrize(("line", "wrong"), ERRORS)
+def test_an_error_of_argparse_is_chinese_and_what_it_was_in_english(
+    line: str, wrong: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(language.VARIABLE, raising=False)
+    shown = []
+    for speaks, made in (("zh", Parser), ("en", Parser), ("en", argparse.ArgumentParser)):
+        parser = made(prog="ncclguard try", description="Try " * 30)
+        parser.add_argument("file", metavar="FILE", help="a file " * 10)
+        parser.add_argument("--late", type=float)
+        parser.add_argument("--list", nargs="+")
+        either = parser.add_mutually_exclusive_group()
+        either.add_argument("--kind", choices=["a"])
+        either.add_argument("--once", action="store_true")
+        parser.add_argument("--both", action=argparse.BooleanOptionalAction, default=True, help="both")
+        language.choose(speaks)
+        try:
+            with pytest.raises(SystemExit, match="2"):
+                parser.parse_args(line.split())
+            shown.append(capsys.readouterr().err + parser.format_help().partition("examples:")[0].rstrip())
+        finally:
+            language.choose(None)
+    quoted = shown[0].replace("（可选：a）", "（可选：'a'）")  # newer Pythons leave the quotes out
+    assert f"ncclguard try：错误：{wrong}\n" in quoted
+    assert shown[1] == shown[2]
 
 
 # ----------------------------------------------------------------------------------------------------------- the setting

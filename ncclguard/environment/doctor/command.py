@@ -31,7 +31,7 @@ from ncclguard.environment.doctor.checks import (
 )
 from ncclguard.environment.doctor.survey import MEASURE_SECONDS, Exchange, Survey, Unreachable, take_survey
 from ncclguard.errors import GuardConfigError
-from ncclguard_explain.command_line import described, progress
+from ncclguard_explain.command_line import Parser, described, progress
 from ncclguard_explain.language import Message, joined, say, speaking_to, told, tr
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}
@@ -86,7 +86,7 @@ EXAMPLES = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ncclguard doctor",
         description="Check host, network and settings of a distributed job. On one host as it is; for all hosts: "
         "torchrun --nnodes ... --no-python ncclguard doctor, or srun ncclguard doctor with MASTER_ADDR set.",
@@ -128,9 +128,15 @@ def _check_outputs(parser: argparse.ArgumentParser, arguments: argparse.Namespac
             continue
         folder = path.absolute().parent
         if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            parser.error(f"{option}: {path} cannot be written; name a file in a folder that exists and is yours")
+            parser.error(
+                tr(
+                    "{option}: {path} cannot be written; name a file in a folder that exists and is yours",
+                    option=option,
+                    path=path,
+                )
+            )
     if arguments.plot and Path(arguments.plot).suffix.lower() not in (".png", ".pdf", ".svg"):
-        parser.error(f"--plot: {arguments.plot} is no .png, .pdf or .svg; name one of these")
+        parser.error(tr("--plot: {path} is no .png, .pdf or .svg; name one of these", path=arguments.plot))
 
 
 def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:

@@ -25,7 +25,7 @@ FOLDER = Path(ncclguard.environment.doctor.__file__).parent
 MODULES = [*sorted(FOLDER.glob("*.py")), *(FOLDER.parent / name for name in ("network.py", "ras.py", "setup.py"))]
 #: What is no text of a check: `--help`, what is printed to a log, plans, and errors of the program itself.
 ELSEWHERE = {
-    "build_parser", "_check_outputs", "EXIT_CODES", "EXAMPLES", "plot", "one_line", "__str__", "_all_reduce_rank", "_kept_line",
+    "build_parser", "EXIT_CODES", "EXAMPLES", "plot", "one_line", "__str__", "_all_reduce_rank", "_kept_line",
     "_interface", "_DEBUG_SETTINGS", "_error_handling", "_deepspeed", "make_plan", "_late_after", "_hca_settings",
     "plan_environment", "choose_profile", "_ethernet", "_infiniband", "_roce", "_launcher", "_receive", "_NAMES",
 }  # fmt: skip
