@@ -41,7 +41,7 @@ _FOLLOWS = re.compile(
     r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
     r"|peer (?:has |may have )?(?:closed|disconnected|exited)|NRT_TIMEOUT|workspace wait failed"
     r"|[Cc]ollective (?:call|op|operation)s? (?:has |have |was |were )?(?:returned|failed|aborted|interrupted)|sync_global_devices name mismatch|status: (?:Cancelled|DeadlineExceeded)"
-    r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout"
+    r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|ACL stream synchronize failed|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout"
 )
 _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
@@ -185,7 +185,7 @@ def deadly_exits(evidence: Evidence) -> list[Fact]:
             and fact.pid not in forced
             and not (fact.number == -9 and any(_announces(one, fact) for one in announced))
         )
-        or (fact.name == "first" and fact.number is None and fact.rank not in waited)
+        or (fact.name == "first" and fact.number is None and fact.rank not in waited | _follow_others(evidence, fact))
     ]
     # A launcher that has seen one end ends the others: of several such lines of one launcher only the first counts.
     chosen: dict[int, int] = {}  # source -> line, which may hold several tasks of srun
@@ -215,6 +215,12 @@ def deadly_exits(evidence: Evidence) -> list[Fact]:
         for fact in deaths
         if fact.pid not in closed.get(fact.source, ()) and not (fact.number == -9 and fact.source in others)
     ]
+
+
+def _follow_others(evidence: Evidence, end: Fact) -> set[int | None]:
+    """Return the rank of an end without a code or signal, where another rank had raised before in the same log."""
+    before = [one for one in own_exceptions(evidence) if one.source == end.source and one.line < end.line]
+    return {end.rank} if {one.rank for one in before} - {None, end.rank} else set()
 
 
 def _aborted_alone(evidence: Evidence) -> list[Fact]:
@@ -325,6 +331,13 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         if fact.number in (-6, None) and fact.rank is not None
         and not expired & {("source", fact.source), ("rank", fact.rank)}
     ]  # fmt: skip
+    if len({fact.rank for fact in ends}) > 1:  # those of whom C++ itself says that a peer was gone have followed
+        thrown = evidence.of(Kind.EXCEPTION)
+        torn = {fact.source for fact in thrown if "::" in fact.name and follows_from_peers(fact.name, fact.detail)}
+        ends = [fact for fact in ends if fact.source not in torn]
+    if len({fact.rank for fact in ends}) == 1 and not exits and raised and all("::" in fact.name for fact in raised):
+        # An exception of C++ that nobody catches aborts its process.
+        exits = {fact.rank: fact for fact in ends[:1] if fact.rank is not None}
     if len({fact.rank for fact in ends}) == 1 and not _named(broken + sticky):
         there = {fact.source for fact in ends}  # the runtime aborts the process whose kernel or GPU fails
         broken, sticky = (
@@ -770,7 +783,9 @@ def by_analyser(evidence: Evidence, world: World) -> Verdict | None:
         named -= {row.rank for row in evidence.rows if row.waiting and row.seq in calls}
         if not named:
             return None
-        few = named and all(2 * len(named) < (fact.completed or world.size or 0) for fact in absent)
+        few = all(2 * len(named) < (fact.completed or world.size or 0) for fact in absent)
+        there = {row.rank for row in evidence.rows if row.waiting and row.seq in calls}
+        few = few or (world.size is not None and there == set(range(world.size)) - named)  # all the others say it too
         reason = tr(
             "torch's analyser of the dumps finds that {ranks} did not join", ranks=ranks_text(named or absent[0].peers)
         )

@@ -540,6 +540,9 @@ class Collector:
                 known = evidence.ranks.rank_of(fact, one_node, evidence.local_size)
                 if known is not None:
                     evidence.ranks.processes.setdefault(("", fact.pid), known[0])
+        for fact in evidence.of(Kind.WORKER_DIED):  # the name of an actor has its rank
+            if fact.pid is not None and fact.rank is not None:
+                evidence.ranks.processes.setdefault(("", fact.pid), fact.rank)
         for fact in evidence.facts:
             if fact.rank is not None:
                 continue
@@ -817,9 +820,11 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
             for one in after
         ) or (fact.rank is None and len(answers) > (1 if generated else 2) and answers == after[-len(answers) :])
         flapped = fact.name == "ib_async" and warned and job
+        told = fact.kind is Kind.EXCEPTION and fact.rank is None and not fact.frames and job  # without a traceback
         if (
             complete
             or flapped
+            or told
             or _steps_on(fact, end, alive)
             or _advises(fact)
             and after

@@ -480,7 +480,8 @@ def _thrown(name: str, following: Following, make: Fact) -> Iterator[Fact]:
     what = next(
         (hit for row in own if row.rank == make.rank and (hit := re.search(r"what\(\): +(.*)", row.text))), None
     )
-    if what is not None and (name in _OWN_FAULTS or not name.startswith(("c10::", "gloo::", "std::"))):
+    standard = name.startswith(("c10::", "gloo::", "std::")) and name not in _OWN_FAULTS
+    if what is not None and (not standard or what[1].startswith("NCCL error")):
         yield make.clone(kind=Kind.EXCEPTION, name=name, detail=what[1][:600])
 
 

@@ -59,6 +59,7 @@ _ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.]*\d)")
 _SENDS = re.compile(r"Channel \d+(?:/\d+)? ?: (\d+)\[\w+\] -> (\d+)\[\w+\] \[(send|receive)\]")  # NCCL transport/net.cc
 _ENGINE = re.compile(r"EngineCore_DP(\d{1,6})$")
 _NODE_OF_POD = re.compile(r"^\s+NODE_RANK: +(\d{1,5})\b")
+_RANK_OF_POD = re.compile(r"^\s+RANK: +(\d{1,6})\s*$")
 _OF_GROUP = re.compile(r"\[rank (\d{1,6})/(\d{1,6})\]")  # vLLM: in a group of that size
 _OF_GLOO = re.compile(r"\[Gloo\] Rank (\d{1,6}) is connected to (\d{1,6}) peer ranks")
 _PROCESS = re.compile(
@@ -103,7 +104,7 @@ _DUMPED = re.compile(r"(?:\[[^\]]*?((?: (?:DP|PP|TP|EP)\d+)+)\] )?[Pp]yspy dump 
 _NODE_RANK = re.compile(r"(?:--?|\b|PET_)(?:node|machine|NODE|MACHINE)[_-](?:rank|RANK)['\"]?[\s=:]+['\"]?(\d{1,5})\b")
 #: The host of which a line is that tells a node's rank: in front of it, behind ssh, or named.
 _HOST_TOLD = re.compile(
-    r"^\[?(?:\w+@)?([A-Za-z][\w.\-]*\d[\w.\-]*)(?:\]:?|:|\$| \||>) |\bssh (?:-\S+ )*(?:\w+@)?([A-Za-z][\w.\-]*\d)\b|"
+    r"^\[?(?:\w+@)?([A-Za-z][\w.\-]*\d[\w.\-]*)(?:(?:\]:?|:|\$| \||>) | (?=NODE_RANK=))|\bssh (?:-\S+ )*(?:\w+@)?([A-Za-z][\w.\-]*\d)\b|"
     r"\b(?:HOSTNAME|SLURMD_NODENAME|(?i:host(?:name)?|on node|on host|on))[=: ]+([A-Za-z][\w\-]*\d[\w.\-]*)"
 )
 _PER_NODE = re.compile(
@@ -126,6 +127,18 @@ _TROUBLE = re.compile(r"rror|xception|imed out|imeout|fail|kill")
 OF_A_HOST = frozenset(
     {Kind.EXIT, Kind.WORKER_DIED, Kind.KERNEL_OOM, Kind.XID, Kind.NIC, Kind.SCHEDULER, Kind.RAS, Kind.GUARD}
 )
+
+
+def _one_rank_each(facts: Iterable[Fact]) -> bool:
+    """Return whether inputs have one rank each, and two of them neighbours: so no input leaves one of a pod's out."""
+    spoken: dict[int, set[int]] = {}
+    for fact in facts:
+        number = fact.rank if fact.rank is not None else fact.group_rank
+        if number is not None:
+            spoken.setdefault(fact.source, set()).add(number)
+    ranks = {rank for own in spoken.values() for rank in own}
+    apart = all(len(own) == 1 for own in spoken.values()) and len(ranks) == len(spoken)
+    return apart and any(rank + 1 in ranks for rank in ranks)
 
 
 def _prove(known: dict[Key, int], key: Key, rank: int) -> None:
@@ -267,6 +280,8 @@ class RankMap:
         pod = self.described.get(source.index, "")
         if pod and text.startswith(" ") and (node := _NODE_OF_POD.match(text)):
             _prove(self._nodes, pod, int(node[1]))
+        if pod and text.startswith(" ") and (own_rank := _RANK_OF_POD.match(text)):
+            self.environments.setdefault(pod, set()).add(int(own_rank[1]))
         if "pod" in text and (on_pod := _ON_POD.search(text)):
             self.hosts.setdefault(on_pod[2], set()).add(int(on_pod[1]))
         if "::" in text and (placed := _SPIED_PLACE.search(text)):
@@ -407,7 +422,7 @@ class RankMap:
         of_ranks = (
             (local_size or 1) == 1
             and max(spoken, default=0) < min(self.worlds, default=MAX_RANK)
-            and (told <= self.with_local or len(told) == max(self.worlds, default=0))
+            and (told <= self.with_local or len(told) == max(self.worlds, default=0) or _one_rank_each(facts))
             and not any(_OTHER_GPU.search(fact.text) or _OTHER_GPU.search(fact.detail) for fact in facts)
         )
         found = RankMap(

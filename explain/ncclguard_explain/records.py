@@ -805,7 +805,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"ncclguard incident ", b'"culprits"', b"went on without", "的情况下继续训练".encode(), b"and training goes on", "训练继续".encode(),
     # engines, Ray, JAX, Ascend, Horovod, watchers; most of theirs are found by the words above
     b"roadcast block", b"ang detected", b"died unexpectedly", b"DeepEP ", b"mesh comm", b"RolloutStall", b"RDT stall",
-    b"EngineCore encountered", b"(engine dead)", b"SIGQUIT received", b"received sigquit", b"eceived sigquit", b"scheduler is dead", b"scheduler died", b"crashed with exit", b"MPI_ABORT",
+    b"EngineCore encountered", b"text_generation_launcher: Shard", b"Shutting down", b"(engine dead)", b"SIGQUIT received", b"received sigquit", b"eceived sigquit", b"scheduler is dead", b"scheduler died", b"crashed with exit", b"MPI_ABORT",
     b"propagating hard-kill", b"is unbalanced", b"placement group", b"Insufficient space", b"Weight update group", b"Unable to create ah",
     b"setup connections", b"transport: IBGDA", b"CCL_ERROR", b"An error CQE", b"EI0011:", b"EI0013:", b"EI0019:", b"become healthy", b"is not ready after",
     b"rollout replicas", b"tried to connect", b"coordination service", b"stopped sending", b"may be stuck",

@@ -458,3 +458,134 @@ def test_a_reclaimed_spot_instance_leaves_nothing_to_mend(explain_lines: Explain
     report = explain_lines(lines, world_size=8)
     assert (report.culprits, report.decision) == ((), "restart")
     assert explain_lines(lines[1:], world_size=8).decision == "unknown"
+
+
+# --- whose end is its own ---
+
+CORE_DIED = "ERROR 11-02 18:25:01 [multiproc_executor.py:154] Worker proc VllmWorker-0 died unexpectedly, shutting down executor."
+
+
+@pytest.mark.parametrize("before, named", [(True, (3,)), (False, (0,))])
+def test_a_worker_that_dies_behind_anothers_exception_has_followed(
+    explain_lines: Explain, before: bool, named: tuple[int, ...]
+) -> None:
+    own = raised(
+        3, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", prefix="(Worker_TP{} pid=9) "
+    )
+    assert explain_lines([*(own if before else []), CORE_DIED], world_size=4).culprits == named
+
+
+def test_ranks_whose_device_waited_for_a_collective_did_not_fail(explain_lines: Explain) -> None:
+    lines = [
+        line
+        for rank in (2, 1, 3)
+        for line in [
+            f"2026-10-21 10:42:00,220 - lmdeploy - ERROR - model_agent.py:489 - Rank[{rank}] failed.",
+            *raised(rank, "RuntimeError: ACL stream synchronize failed.", prefix=""),
+            (
+                f"EI9999: 2026-10-21-10:42:00.360.410 The error from device(chipId:{rank}, dieId:0), serial number is 9, hccl "
+                "fftsplus task timeout occurred during task execution, stuck notify num:1, timeout:30min(default)."
+            ),
+        ]
+    ]
+    report = explain_lines(lines, world_size=4)
+    assert report.incident and report.culprits == () and report.effective_timeout_ms == 1_800_000
+
+
+def test_the_shard_that_its_launcher_says_has_failed_is_the_one_that_raised(explain_lines: Explain) -> None:
+    lines = [
+        *(f"INFO shard-manager: text_generation_launcher: Starting shard rank={rank}" for rank in range(4)),
+        *raised(0, "OSError: Input/output error (os error 5)", prefix=""),
+        "ERROR text_generation_launcher: Shard 2 failed to start",
+        "INFO text_generation_launcher: Shutting down shards",
+    ]
+    assert explain_lines(lines).culprits == (2,)
+
+
+@pytest.mark.parametrize(
+    "thrown, what, named",
+    [
+        ("tensorrt_llm::common::TllmException", "Assertion failed: Failed to deserialize cuda engine.", (2,)),
+        ("std::runtime_error", "NCCL error: unhandled system error, NCCL version 2.14.3", ()),
+    ],
+)
+def test_who_is_aborted_by_an_exception_of_c_plus_plus_is_named_unless_that_is_about_a_peer(
+    explain_lines: Explain, thrown: str, what: str, named: tuple[int, ...]
+) -> None:
+    lines = [
+        f"terminate called after throwing an instance of '{thrown}'",
+        f"  what():  {what}",
+        "mpirun noticed that process rank 2 with PID 229 on node h100-07 exited on signal 6 (Aborted).",
+    ]
+    assert explain_lines(lines, world_size=4).culprits == named
+
+
+@pytest.mark.parametrize("named", [(7,), ()])
+def test_of_two_nodes_that_abort_the_one_whose_kernel_failed_is_named(
+    explain_lines: Explain, named: tuple[int, ...]
+) -> None:
+    def ended(rank: int, pid: int) -> list[str]:
+        return [
+            f"ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -6) local_rank: {rank % 4} (pid: {pid}) of binary: /opt/python",
+            "Root Cause (first observed failure):", "[0]:", "  time      : 2023-04-19_11:02:44", f"  host      : vision-{rank // 4}",
+            f"  rank      : {rank} (local_rank: {rank % 4})", f"  exitcode  : -6 (pid: {pid})",
+        ]  # fmt: skip
+
+    torn = [
+        "terminate called after throwing an instance of 'std::runtime_error'",
+        "  what():  NCCL error: unhandled system error",
+    ]
+    fault = raised(7, "RuntimeError: CUDA error: device-side assert triggered", prefix="") if named else torn
+    logs = {"node0.log": [*torn, *ended(0, 30111)], "node1.log": [*fault, *ended(7, 7744)]}
+    assert explain_lines(logs, world_size=8).culprits == named
+
+
+# --- which rank a pod, an actor or a host is ---
+
+
+@pytest.mark.parametrize("speaking, named", [((0, 1), (2,)), ((0,), ()), ((0, 4), ())])
+def test_the_rank_in_a_pods_environment_counts_where_pods_have_one_rank_each(
+    explain_lines: Explain, speaking: tuple[int, ...], named: tuple[int, ...]
+) -> None:
+    described = [
+        "$ kubectl describe pod mlm-worker-1 -n ml", "Name:             mlm-worker-1", "    State:          Terminated",
+        "      Reason:       OOMKilled", "      Exit Code:    137", "    Environment:", "      WORLD_SIZE:   4", "      RANK:         2",
+    ]  # fmt: skip
+    logs = {f"mlm-{rank}.log": timeout(rank, seq=85613) for rank in speaking}
+    assert explain_lines({**logs, "kubectl.txt": described}, world_size=8).culprits == named
+
+
+def test_the_name_of_a_dead_actor_tells_whose_process_raised(explain_lines: Explain) -> None:
+    lines = [
+        "(main_task pid=26011) {'trainer': {'n_gpus_per_node': 4, 'nnodes': 1}}",
+        ("(WorkerDict pid=27499) [2026-03-04 19:28:30,014 E 27499 27499] logging.cc:113: Unhandled exception: St12system_error. "
+        "what(): thread: Resource temporarily unavailable [system:11]"),
+        "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+        "\tclass_name: create_colocated_worker_cls.<locals>.WorkerDict", "\tpid: 27499", "\tname: 31cVuRWorkerDict_0:3",
+    ]  # fmt: skip
+    report = explain_lines(lines)
+    assert report.culprits == (3,) and report.places == ()
+
+
+@pytest.mark.parametrize("per_node, named", [("--nproc_per_node 8 ", tuple(range(16, 24))), ("", ())])
+def test_a_host_that_is_lost_is_known_by_the_node_rank_that_it_printed(
+    explain_lines: Explain, per_node: str, named: tuple[int, ...]
+) -> None:
+    lines = [
+        f"+ srun bash -c 'torchrun --nnodes 4 {per_node}--node_rank $SLURM_NODEID train.py'",
+        *(f"gpu-c0{5 + node} NODE_RANK={node}" for node in (1, 0, 3, 2)),
+        "srun: error: Node failure on gpu-c07",
+    ]
+    assert explain_lines(lines).culprits == named
+
+
+@pytest.mark.parametrize("logs, named", [(timeout(1, seq=288), (0,)), ([], ())])
+def test_of_two_ranks_the_analyser_names_one_where_the_other_says_that_it_waits(
+    explain_lines: Explain, logs: list[str], named: tuple[int, ...]
+) -> None:
+    told = [
+        "Not all ranks joining collective, sequence number: 288", "internal record id: 19", "group info: 0:default_pg",
+        "collective: nccl:all_reduce", "missing ranks: {0}", "world size: 2", "expected ranks: {0, 1}",
+    ]  # fmt: skip
+    report = explain_lines({"analyser.txt": told, **({"job.log": logs} if logs else {})}, world_size=2)
+    assert report.culprits == named and (named or report.suspects == (0,))

@@ -519,3 +519,31 @@ def test_the_end_of_a_rank_that_the_job_steps_over_is_survived(explain_lines: Ex
     end = "2026-03-03 10:00:25 [launcher] rank 3 (pid 812) was killed by signal 9"
     report = explain_lines([*GOES_ON[:3], end, *GOES_ON[3:steps]])
     assert report.incident is not calm and report.culprits == (() if calm else (3,))
+
+
+PROBED = "CUDA out of memory. Tried to allocate 7.81 GiB. GPU 0 has a total capacity of 39.39 GiB"
+
+
+@pytest.mark.parametrize("bars, incident", [(2, False), (0, True)])
+def test_memory_that_a_search_for_a_batch_size_lacks_is_no_incident_where_the_epochs_go_on(
+    explain_lines: Explain, bars: int, incident: bool
+) -> None:
+    epochs = [
+        f"      {n + 1}/100      19.9G      1.32   412   640: 100%|████| 370/370 [01:11<00:00,  5.18it/s]"
+        for n in range(bars)
+    ]
+    run = ["DDP: debug command python -m torch.distributed.run --nproc_per_node 4 _temp.py"]
+    assert explain_lines([PROBED, "AutoBatch: Using batch-size 80", *run, *epochs]).incident is incident
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_engine_that_its_server_shuts_down_has_not_failed(explain_lines: Explain, told: bool) -> None:
+    lines = [
+        '(APIServer pid=11) INFO:     10.0.4.1:39112 - "GET /health HTTP/1.1" 200 OK',
+        *(["(APIServer pid=11) INFO:     Shutting down"] if told else []),
+        (
+            "(EngineCore_DP0 pid=81) (Worker_TP1 pid=92) INFO 03-02 05:00:03 [multiproc_executor.py:558] Parent process exited, "
+            "terminating worker"
+        ),
+    ]
+    assert explain_lines(lines).incident is not told
