@@ -273,6 +273,6 @@ def cases() -> list[Case]:
              f"node0:{100 + r}:{200 + r} [{r}] NCCL INFO comm 0x55 rank {r} nranks 8 cudaDev {r} busId 7000 - Abort COMPLETE")], (), (), incident=False),
         Case("30-calm-abort-peers", [f"node0:{100 + r}:{200 + r} [{r}] NCCL INFO comm 0x55 rank {r} nranks 8 cudaDev {r} busId 7000 - Abort COMPLETE" for r in range(8)]
              + [f"node0:{100 + r}:{200 + r} [{r}] NCCL INFO [Service thread] Connection closed by localRank {(r + 1) % 8}" for r in range(8)], (), (), incident=False),
-        Case("31-duplicate-gpu", ["[rank1]: Last error:", "[rank1]: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000"], (), CRASH, decisions=("fix-code",)),
+        Case("31-duplicate-gpu", ["[rank1]: Last error:", "[rank1]: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4b000"], (0, 1), CRASH, decisions=("fix-code",)),
     ]  # fmt: skip
     return found

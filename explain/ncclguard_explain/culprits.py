@@ -287,6 +287,22 @@ def first_to_exit(evidence: Evidence) -> list[Fact]:
     return found or [fact for fact in evidence.of(Kind.LAUNCHER, name="first") if (fact.number or 0) > 0]
 
 
+def _on_one_gpu(evidence: Evidence) -> list[Fact]:
+    """Return what NCCL says of ranks that were given the same GPU, once for each of them."""
+    told = evidence.of(Kind.NCCL_WARN, name="duplicate_gpu")
+    pairs = [(fact, found) for fact in told if (found := _ONE_GPU.search(fact.detail))]
+    return [fact.clone(rank=int(rank), rank_basis="text") for fact, found in pairs for rank in found.groups()]
+
+
+def _on_all_gpus(evidence: Evidence, world: World, raised: list[Fact]) -> list[Fact]:
+    """Give exceptions that tell their process's GPU its rank, where the ranks of a node have used up all of theirs."""
+    gpus = {id(fact): int(found[1]) for fact in raised if (found := _GPU_FULL.search(fact.detail))}
+    alone = evidence.one_node and not _named(raised) and len(gpus) == len(raised) and (world.size or 0) > 1
+    if not alone or {*gpus.values()} != {*range(world.size or 0)}:
+        return raised
+    return [fact.clone(rank=gpus[id(fact)], rank_basis="local") for fact in raised]
+
+
 def _named(facts: Iterable[Fact]) -> tuple[int, ...]:
     return tuple(sorted({fact.rank for fact in facts if fact.rank is not None and fact.rank_basis != "group"}))
 
@@ -298,6 +314,9 @@ _CUDA = tr("hit a CUDA error of its own")
 _SIGNAL = tr("ended by a signal")
 _NO_SPACE = re.compile(r"No space left|failed to extend|extending")
 _SHM = tr("could not get shared memory")
+_SAME_GPU = tr("share one GPU, and which of them chose it wrongly is not shown")
+_ONE_GPU = re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+)")
+_GPU_FULL = re.compile(r"CUDA out of memory.*?\bGPU (\d{1,2})(?:;| has a total)")
 _OUT_OF_MEMORY = tr("was ended by the kernel's out-of-memory killer")
 
 
@@ -312,7 +331,10 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         else fact.clone(rank=rank, rank_basis="text")  # the line above says whose traceback it is
         for fact in raised
     ]  # fmt: skip
+    raised = _on_all_gpus(evidence, world, raised)
     exits = {fact.rank: fact for fact in first_to_exit(evidence) if fact.rank is not None}
+    if len(raised) == 1 and not exits:
+        exits = _ended_behind(evidence, raised[0])
     if not exits and not evidence.of(*EXPIRED):
         exits = {fact.rank: fact for fact in evidence.of(Kind.LAUNCHER, name="aborted") if fact.rank is not None}
         # MPI_ABORT is called by who has raised, and by an engine's watch over a hang.
@@ -360,6 +382,7 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
     for facts, cause, what in (
         ([f for f in evidence.of(Kind.UNUSED) if f.rank is not None], Cause.DIVERGED, _UNUSED),
         (broken, Cause.FAILED, _HARDWARE),
+        (_on_one_gpu(evidence), Cause.FAILED, _SAME_GPU),
         (raised, Cause.FAILED, _RAISED),
         ([f for f in evidence.of(Kind.NCCL_WARN, name="shm") if _NO_SPACE.search(f.detail)], Cause.FAILED, _SHM),
         (sticky, Cause.FAILED, _CUDA),
@@ -378,7 +401,11 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
             found = Verdict((), cause, "medium", "failure", reason, facts, places=where)
         if not ranks or (found is not None and set(ranks) <= set(found.culprits)):
             continue
-        together = what in (_RAISED, _SIGNAL) and (_alike(facts) or all(fact.name == "oom" for fact in facts))
+        together = (
+            what is _SAME_GPU
+            or what in (_RAISED, _SIGNAL)
+            and (_alike(facts) or all(fact.name == "oom" for fact in facts))
+        )
         # Of a fault that a device reports when it is asked next, nothing tells whose kernel was the first.
         together = together and not any(_OF_DEVICE.search(fact.detail) for fact in facts)
         if len(ranks) > 1 and world.size is not None and 2 * len(ranks) > world.size and not together:
@@ -403,7 +430,7 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
                 overturned.append(
                     tr("a second node: the launcher names a rank of its node, taken here for the rank of the job")
                 )
-            sure = "medium" if basis <= {"local"} else "high"
+            sure = "medium" if basis <= {"local"} or what is _SAME_GPU else "high"
             found = Verdict(ranks, cause, sure, "failure", reason, facts, overturned=overturned)
         elif what in (_RAISED, _HARDWARE, _CUDA) or any(
             fact.name in ("first", "oom", "local") for fact in facts
@@ -412,6 +439,17 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
             found.reason = joined("; ", (found.reason, reason))
             found.facts = found.facts + facts
     return found
+
+
+def _ended_behind(evidence: Evidence, raised: Fact) -> dict[int, Fact]:
+    """Return the first task of srun to end, by its rank, if nothing but this exception stands before that."""
+    ends = [fact for fact in evidence.of(Kind.LAUNCHER) if (fact.number or 0) > 0 and fact.rank_basis == "launcher"]
+    first = min((fact for fact in ends if fact.source == raised.source), key=lambda fact: fact.line, default=None)
+    if first is None or first.rank is None or first.line < raised.line:
+        return {}
+    before = [fact for fact in evidence.facts if fact.source == first.source and fact.line < first.line]
+    accusing = [fact for fact in before if fact is not raised and fact.kind in (Kind.EXCEPTION, *EXPIRED)]
+    return {} if accusing else {first.rank: first}
 
 
 def _failure_text(fact: Fact) -> str:

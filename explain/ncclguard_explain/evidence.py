@@ -785,7 +785,7 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
     """
     ignored = {(note.source, note.line + 1) for note in evidence.of(Kind.NOTE, name="ignored")}
     for fact in evidence.of(Kind.EXCEPTION):
-        of_text = bool(fact.frames) and all(frame.startswith("<") for frame in fact.frames)
+        of_text = bool(fact.frames) and fact.frames[-1].startswith("<") and "<frozen" not in fact.frames[-1]
         if of_text or (fact.source, fact.line) in ignored:  # of code that a program was given as text, and judges
             fact.kind = Kind.RETRIED
     passing = _passing(evidence)

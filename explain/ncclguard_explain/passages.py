@@ -799,8 +799,8 @@ _PERCENT = re.compile(
     r"(?P<what>[A-Za-z][\w ,()'\-]{2,80}?):?\s+(?P<percent>\d{1,3}) ?% (?:at|after|in) (?P<spent>\d+:\d\d(?::\d\d)?)"
 )
 _WORLD = re.compile(
-    r"\b(?:mpirun|mpiexec|horovodrun)\b.* -(?:np?|-np) (\d{1,6})\b|(?<![A-Za-z_])(?:WORLD_SIZE|world[_ ]size|distributed_world_size"
-    r"|num_processes|NTasks)['\"]?\s*[=:]+\s*['\"]?(\d{1,6})\b|MEMBER: \d+/(\d{1,6})\b|ncclguard: observes the (\d{1,6}) ranks of this job",
+    r"\b(?:mpirun|mpiexec|horovodrun)\b.* -(?:np?|-np) (\d{1,6})\b|(?<![A-Za-z_])(?:WORLD_SIZE|world[_ ]size|dist(?:ributed)?_world_size"
+    r"|num_processes|NTasks)['\"]?\s*[=:]+\s*['\"]?(\d{1,6})\b|store-based barrier for (?:key:\S+ with )?(\d{1,6}) nodes|MEMBER: \d+/(\d{1,6})\b|ncclguard: observes the (\d{1,6}) ranks of this job",
     re.IGNORECASE,
 )
 
@@ -907,6 +907,8 @@ def sizes_of(text: str) -> tuple[int | None, int | None, int | None]:
 
 def of_several_nodes(text: str) -> bool:
     """Return whether a line says that the job runs on several nodes, or that the log is of several pods."""
+    if "store-based barrier" in text:  # torch calls ranks nodes there
+        return False
     return any(word in text for word in _SEVERAL_WORDS) and _SEVERAL.search(text) is not None
 
 

@@ -589,3 +589,62 @@ def test_of_two_ranks_the_analyser_names_one_where_the_other_says_that_it_waits(
     ]  # fmt: skip
     report = explain_lines({"analyser.txt": told, **({"job.log": logs} if logs else {})}, world_size=2)
     assert report.culprits == named and (named or report.suspects == (0,))
+
+
+# --- whose GPU, and whose traceback ---
+
+
+def test_two_ranks_that_share_a_gpu_are_both_named_and_which_one_is_wrong_is_left_open(explain_lines: Explain) -> None:
+    text = "Duplicate GPU detected : rank {} and rank {} both on CUDA device 2000"
+    report = explain_lines([f"[rank1]: {text.format(1, 0)}", f"[rank0]: {text.format(0, 1)}"], world_size=4)
+    assert (report.culprits, report.culprit_confidence) == ((0, 1), "medium")
+
+
+@pytest.mark.parametrize("gpus, named", [((2, 0, 3, 1), (0, 1, 2, 3)), ((2, 0), ()), ((0, 0, 0, 0), ())])
+def test_where_the_ranks_of_a_node_have_used_up_all_its_gpus_all_are_named(
+    explain_lines: Explain, gpus: tuple[int, ...], named: tuple[int, ...]
+) -> None:
+    text = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 12.55 GiB (GPU {}; 39.39 GiB total capacity)"
+    lines = [line for gpu in gpus for line in raised(0, text.format(gpu), prefix="")]
+    head = "[2023-11-02 10:21:10,118] [INFO] [launch.py:163:main] dist_world_size=4"
+    assert explain_lines([head, *lines]).culprits == named
+
+
+@pytest.mark.parametrize("between, named", [([], (2,)), (["ValueError: no such file"], ())])
+def test_a_traceback_without_a_rank_is_of_the_task_that_ends_next(
+    explain_lines: Explain, between: list[str], named: tuple[int, ...]
+) -> None:
+    own = raised(0, "ImportError: libcudnn.so.8: cannot open shared object file: Stale file handle", prefix="")
+    late = raised(
+        0,
+        "torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 3/4 clients joined.",
+        prefix="",
+    )
+    lines = [
+        *own, *(raised(0, *between, prefix="") if between else []), "srun: error: gpu0412: task 2: Exited with exit code 1",
+        *late, "srun: error: gpu0411: task 0: Exited with exit code 1",
+    ]  # fmt: skip
+    assert explain_lines(lines).culprits == named
+
+
+@pytest.mark.parametrize("spread, named", [("", (3,)), ("running on 2 nodes", ())])
+def test_torchs_barrier_counts_ranks_and_calls_them_nodes(
+    explain_lines: Explain, spread: str, named: tuple[int, ...]
+) -> None:
+    lines = [
+        "INFO | torch.distributed.distributed_c10d | Rank 0: Completed store-based barrier for 8 nodes.", spread,
+        "torch.multiprocessing.spawn.ProcessExitedException: process 3 terminated with signal SIGKILL",
+    ]  # fmt: skip
+    assert explain_lines(lines).culprits == named
+
+
+@pytest.mark.parametrize(
+    "last, decision",
+    [
+        ("Loading checkpoint shards:  33%|###  | 11/33 [00:51<01:42,  4.65s/it]", "unknown"),
+        ("step 7 loss 2.1", "restart"),
+    ],
+)
+def test_who_is_killed_while_it_loads_would_be_again(explain_lines: Explain, last: str, decision: str) -> None:
+    end = "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -9) local_rank: 3 (pid: 8129) of binary: /usr/bin/python"
+    assert explain_lines([last, end], world_size=4).decision == decision

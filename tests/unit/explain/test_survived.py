@@ -162,7 +162,7 @@ def test_one_gpu_for_two_ranks_is_the_code(explain_lines: Explain) -> None:
         "[rank0]: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000",
     ]
     report = explain_lines(lines)
-    assert report.culprits == () and report.decision == "fix-code"
+    assert report.culprits == (0, 1) and report.decision == "fix-code"
 
 
 @pytest.mark.parametrize(
@@ -547,3 +547,20 @@ def test_an_engine_that_its_server_shuts_down_has_not_failed(explain_lines: Expl
         ),
     ]
     assert explain_lines(lines).incident is not told
+
+
+def test_an_exception_inside_of_code_that_a_program_runs_as_text_is_none_of_the_job(explain_lines: Explain) -> None:
+    lines = [
+        "[rank2] HumanEval/18 sample 7: failed", "Traceback (most recent call last):", '  File "execute.py", line 118, in unsafe_execute',
+        "    exec(check_program, exec_globals)", '  File "<string>", line 22, in check', "IndexError: string index out of range",
+    ]  # fmt: skip
+    assert not explain_lines(["Running humaneval on 8 ranks", *lines]).incident
+    assert explain_lines(["Running humaneval on 8 ranks", *lines[:4], lines[5]]).incident
+
+
+def test_a_connection_that_is_tried_again_is_no_incident_where_steps_follow(explain_lines: Explain) -> None:
+    gone = ["Traceback (most recent call last):", '  File "client.py", line 287, in _read_status', "    raise RemoteDisconnected()",
+            "http.client.RemoteDisconnected: Remote end closed connection without response"]  # fmt: skip
+    steps = [f"step {n}00 loss 2.1 tok/s 41233" for n in (1, 2, 3)]
+    retry = "wandb: Network error (ConnectionError), entering retry loop."
+    assert not explain_lines(["8 ranks", *gone, retry, *steps]).incident
