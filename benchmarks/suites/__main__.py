@@ -21,6 +21,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks.suites.catalogue import SUITES, Part, Suite
 
 ROOT = Path(__file__).parents[2]
 NO_TESTS = 5  # pytest's code where all are deselected
+Ends = dict[str, dict[str, dict[str, Any]]]  # by backend and test
 
 
 def run(
@@ -79,13 +81,13 @@ def last_words(ended: job.Ended) -> str:
     return recorder.of_any_machine(raised[0] if raised else said[-1] if said else f"ended with {ended.code}")
 
 
-def run_parts(parts: list[Part], backends: list[str], folder: Path, select: str) -> dict[str, Any]:
-    """Run each part on each backend, and once more what did worse on one; return ends by backend and test.
+def run_parts(parts: list[Part], backends: list[str], folder: Path, select: str) -> Iterator[Ends]:
+    """Run each part on each backend, and once more what did worse on one; yield all ends so far after each part.
 
     The first backend is torch's own, in whose place the second is.
     """
     place = backends[0]
-    ends: dict[str, dict[str, dict[str, Any]]] = {backend: {} for backend in backends}
+    ends: Ends = {backend: {} for backend in backends}
     for part in parts:
         here = {}
         for backend in backends:
@@ -101,7 +103,7 @@ def run_parts(parts: list[Part], backends: list[str], folder: Path, select: str)
                     here[backend][test] = again | {"tries": 2}
                     say(f"{test} on {backend} once more: {again['end']} {again.get('said', '')}")
             ends[backend] |= here[backend]
-    return ends
+        yield ends
 
 
 def counts(ends: dict[str, dict[str, Any]]) -> str:
@@ -175,21 +177,22 @@ def main() -> int:
             for part in parts
             if any(name in part.prefix for name in options.files) and (part.pytest or options.select in part.name)
         ]
-        ends = run_parts(parts, backends, Path(name), options.select)
-    tests, skipped = table.merged(ends)
-    results = {
-        "schema_version": 1, "suite": options.name, "about": suite.about, "ranks": ranks, "backends": backends,
-        "command": f"python -m benchmarks.suites {shlex.join(sys.argv[1:])}", "versions": known,
-        "machine": {"day": began.date().isoformat(), "python": platform.python_version(), "kernel": platform.release(),
-                    "cores": os.cpu_count(), "load": round(os.getloadavg()[2], 1)},
-        "seconds": {backend: round(sum(end["seconds"] for end in by_name.values()), 1) for backend, by_name in ends.items()},
-        "tests": tests, "skipped": skipped,
-    }  # fmt: skip
-    page = table.rendered(results)
+        page, results = "", {"backends": backends, "tests": {}}
+        for ends in run_parts(parts, backends, Path(name), options.select):
+            tests, skipped = table.merged(ends)
+            results = {
+                "schema_version": 1, "suite": options.name, "about": suite.about, "ranks": ranks, "backends": backends,
+                "command": f"python -m benchmarks.suites {shlex.join(sys.argv[1:])}", "versions": known,
+                "machine": {"day": began.date().isoformat(), "python": platform.python_version(), "kernel": platform.release(),
+                            "cores": os.cpu_count(), "load": round(os.getloadavg()[2], 1)},
+                "seconds": {backend: round(sum(end["seconds"] for end in by_name.values()), 1) for backend, by_name in ends.items()},
+                "tests": tests, "skipped": skipped,
+            }  # fmt: skip
+            page = table.rendered(results)
+            if options.out is not None:  # after each part: what is broken off has taken hours
+                options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                options.out.with_suffix(".md").write_text(page, encoding="utf-8")
     print(page)
-    if options.out is not None:
-        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        options.out.with_suffix(".md").write_text(page, encoding="utf-8")
     return 1 if table.without_reason(results) else 0
 
 
