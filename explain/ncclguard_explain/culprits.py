@@ -139,8 +139,8 @@ def _is_cut(evidence: Evidence, fact: Fact) -> bool:
 
 def sticky_cuda(evidence: Evidence) -> list[Fact]:
     """Return CUDA errors of a rank's own kernels; NCCL and the watchdog only print them because they come by first."""
-    found = [fact for fact in evidence.of(Kind.CUDA) + evidence.of(Kind.NCCL_WARN, name="cuda")
-             if any(word in fact.detail for word in _STICKY)]  # fmt: skip
+    told = evidence.of(Kind.CUDA) + evidence.of(Kind.NCCL_WARN, name="cuda") + evidence.of(Kind.NCCL_WARN, name="oom")
+    found = [fact for fact in told if any(word in fact.detail for word in _STICKY)]
     expired = {fact.source: fact.line for fact in reversed(evidence.of(*EXPIRED))}
     found += [  # a communicator that is torn down leaves these behind too
         fact

@@ -215,7 +215,8 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         return Decision(
             "fix-environment", tr("another process holds memory of the GPU; the job does not fit beside it")
         )
-    if any(word in text for word in _MEMORY):
+    full = any(fact.name == "oom" for fact in verdict.facts if fact.kind is Kind.NCCL_WARN)
+    if full or any(word in text for word in _MEMORY):
         return Decision("fix-code", tr("a rank needs more memory than its GPU has; a restart comes to the same place"))
     if any(word in text for word in _ENVIRONMENT):
         return Decision("fix-environment", tr("a rank lacks a file, module, connection, space or memory of its host"))
@@ -241,23 +242,16 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         return Decision("fix-environment", tr("a process found no shared memory: /dev/shm is full"))
     if numbers & {-11, -4, -8, -7}:
         return Decision("unknown", tr("a process crashed in native code, and nothing says where"))
-    if cause is Cause.LOST and -9 in numbers and _was_loading(evidence):
+    if cause is Cause.LOST and -9 in numbers:
         text = tr(
-            "a process was killed while it was loading: most often the host's memory; a restart would come there too"
+            "a process was killed from outside, most often by the kernel for want of memory; nothing here says by whom"
         )
         return Decision("unknown", text)
-    if cause is Cause.LOST and (-9 in numbers or verdict.rule == "ras"):
+    if cause is Cause.LOST and verdict.rule == "ras":
         return Decision("restart", tr("a process was killed from outside and nothing here says that it would be again"))
     if any("remote process exited" in fact.text or fact.kind is Kind.WORKER_DIED for fact in facts):
         return Decision("unknown", tr("a peer's process ended, and its own log is not here"))
     return Decision("unknown", tr("a process ended, and nothing here says why"))
-
-
-def _was_loading(evidence: Evidence) -> bool:
-    """Return whether the last thing that the job says is that it loads a model or prepares its data."""
-    told = evidence.of(Kind.PROGRESS, Kind.ALIVE, Kind.PHASE)
-    last = max(told, key=lambda fact: (fact.source, fact.line), default=None)
-    return last is not None and last.name in ("load", "preprocess")
 
 
 def _without(verdict: Verdict, facts: Sequence[Fact], reason: str) -> Decision:

@@ -872,7 +872,7 @@ _PHASES: tuple[tuple[str, str], ...] = (
      r"\b[Aa]ll (?!(?:the )?other|but )(?:\w+ ){0,2}(?:replicas|ranks|workers|processes|tasks|nodes) (?:\w+ )?(?:finished|exited|completed|ended) (?:\w+ )*(?:code|status) 0\b")),
     ("finished", (r"[Ff]inished training|[Tt]raining (?:loop )?(?:is )?(?:done|finished|complete)|train_runtime|End of training|"
      r"^`Trainer\.fit` stopped: |\[after training is done\]|\bdone, (?:wrote|saved) |exiting (?:program|train)|[Ff]inished ok\b|[Rr]eached max_steps|\b[Aa]ll (?:tasks|steps|epochs|evaluations) \w+(?:ed|ne)\b|"
-     r"\bexit(?:ed|ing)?(?: with)?(?: code| status)? 0\b")),
+     r"\bexit(?:ed|ing)?(?: with)?(?: code| status)? 0\b|\b[Ff]inished, (?:cleaning|shutting|exiting)\b|\b(?:step|iter(?:ation)?|epoch) (?P<of>\d+)/(?P=of) done\b")),
 )  # fmt: skip
 _COMPILED = tuple((name, re.compile(pattern)) for name, pattern in _PHASES)
 

@@ -638,13 +638,28 @@ def test_torchs_barrier_counts_ranks_and_calls_them_nodes(
     assert explain_lines(lines).culprits == named
 
 
-@pytest.mark.parametrize(
-    "last, decision",
-    [
-        ("Loading checkpoint shards:  33%|###  | 11/33 [00:51<01:42,  4.65s/it]", "unknown"),
-        ("step 7 loss 2.1", "restart"),
-    ],
-)
-def test_who_is_killed_while_it_loads_would_be_again(explain_lines: Explain, last: str, decision: str) -> None:
-    end = "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -9) local_rank: 3 (pid: 8129) of binary: /usr/bin/python"
-    assert explain_lines([last, end], world_size=4).decision == decision
+def test_nobody_advises_to_restart_who_was_killed_from_outside(explain_lines: Explain) -> None:
+    end = "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -9) local_rank: 3 (pid: 8129) of binary: python"
+    report = explain_lines(["step 7 loss 2.1", end], world_size=4)
+    assert (report.culprits, report.decision) == ((3,), "unknown")
+
+
+def test_the_rank_on_which_nccl_finds_no_memory_has_failed(explain_lines: Explain) -> None:
+    error = (
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.26.2"
+    )
+    last = ["[rank1]: Last error:", "[rank1]: Cuda failure 2 'out of memory'"]
+    report = explain_lines([*raised(1, error), *last], world_size=2)
+    assert report.culprits == (1,) and "more memory than its GPU has" in report.decision_reason
+
+
+def test_the_pod_whose_log_has_one_rank_is_that_rank(explain_lines: Explain) -> None:
+    barrier = "INFO:torch.distributed.distributed_c10d:Rank {}: Completed store-based barrier for key:store_based_barrier_key:1 with 4 nodes."
+    closed = "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:598] Connection closed by peer [10.244.48.107]:50752"
+    logs = [
+        line
+        for rank in range(4)
+        for line in (f"$ kubectl logs net-worker-{rank}", barrier.format(rank), *([closed] if rank != 2 else []))
+    ]
+    pods = ["NAME           READY   STATUS      RESTARTS   AGE", "net-worker-2   0/1     OOMKilled   0          52m"]
+    assert explain_lines({"logs.txt": logs, "pods.txt": ["$ kubectl get pods", *pods]}).culprits == (2,)

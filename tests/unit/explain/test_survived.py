@@ -564,3 +564,17 @@ def test_a_connection_that_is_tried_again_is_no_incident_where_steps_follow(expl
     steps = [f"step {n}00 loss 2.1 tok/s 41233" for n in (1, 2, 3)]
     retry = "wandb: Network error (ConnectionError), entering retry loop."
     assert not explain_lines(["8 ranks", *gone, retry, *steps]).incident
+
+
+@pytest.mark.parametrize(
+    "last, incident",
+    [("iter 50000/50000 done, test acc 0.77", False), ("finished, cleaning up", False), ("iter 300/50000 done", True)],
+)
+def test_a_store_that_is_gone_behind_the_last_step_is_no_incident(
+    explain_lines: Explain, last: str, incident: bool
+) -> None:
+    lost = (
+        '[rank{0}]:[W611 21:40:18.1 ProcessGroupNCCL.cpp:1662] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Failed to check the "should dump" '
+        "flag on TCPStore, (maybe TCPStore server has shut down too early), with error: failed to recv, got 0 bytes"
+    )
+    assert explain_lines([f"[rank0]: {last}", *(lost.format(rank) for rank in (1, 2, 3))]).incident is incident
