@@ -177,8 +177,8 @@ def main() -> int:
             for part in parts
             if any(name in part.prefix for name in options.files) and (part.pytest or options.select in part.name)
         ]
-        page, results = "", {"backends": backends, "tests": {}}
-        for ends in run_parts(parts, backends, Path(name), options.select):
+        page, results = "", {"suite": options.name, "backends": backends, "tests": {}}
+        for done, ends in enumerate(run_parts(parts, backends, Path(name), options.select), 1):
             tests, skipped = table.merged(ends)
             results = {
                 "schema_version": 1, "suite": options.name, "about": suite.about, "ranks": ranks, "backends": backends,
@@ -186,7 +186,7 @@ def main() -> int:
                 "machine": {"day": began.date().isoformat(), "python": platform.python_version(), "kernel": platform.release(),
                             "cores": os.cpu_count(), "load": round(os.getloadavg()[2], 1)},
                 "seconds": {backend: round(sum(end["seconds"] for end in by_name.values()), 1) for backend, by_name in ends.items()},
-                "tests": tests, "skipped": skipped,
+                "parts": [done, len(parts)], "tests": tests, "skipped": skipped,
             }  # fmt: skip
             page = table.rendered(results)
             if options.out is not None:  # after each part: what is broken off has taken hours

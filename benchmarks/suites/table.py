@@ -121,6 +121,9 @@ def newest(folder: Path = FOLDER / "results") -> list[Results]:
     found: dict[tuple[Any, ...], Results] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: json.loads(path.read_text())["machine"]["day"]):
         results = json.loads(path.read_text(encoding="utf-8"))
+        done, of = results.get("parts", (1, 1))
+        if done < of:  # was broken off
+            continue
         found[results["suite"], results["ranks"], results["backends"][1], results["versions"]["torch"]] = results
     return [found[key] for key in sorted(found)]
 

@@ -59,7 +59,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def format_help(self) -> str:
         # argparse puts a colon of its own behind a heading.
-        return re.sub(r"(?<=[\u4e00-\u9fff]):", "：", super().format_help())
+        return re.sub(r"(?m)(?<=[\u4e00-\u9fff]):$", "：", super().format_help())
 
     def _format_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None) -> str:
         if current() == ENGLISH or prefix is not None:
@@ -98,6 +98,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=HelpFormatter, **given)
 
     def format_help(self) -> str:
+        if not self.exit_codes:
+            return super().format_help()
         lines = [told("examples:", "help")]
         for command, purpose in self.examples.items():
             lines += [f"  {command}", f"      {in_help(purpose)}"]

@@ -41,7 +41,7 @@ _FOLLOWS = re.compile(
     r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
     r"|peer (?:has |may have )?(?:closed|disconnected|exited)|NRT_TIMEOUT|workspace wait failed"
     r"|[Cc]ollective (?:call|op|operation)s? (?:has |have |was |were )?(?:returned|failed|aborted|interrupted)|sync_global_devices name mismatch|status: (?:Cancelled|DeadlineExceeded)"
-    r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|ACL stream synchronize failed|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout"
+    r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|ACL stream synchronize failed(?!.{0,20}error code)|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout|ndpoint is not connected|[Rr]equest cancell?ed|lease expired"
 )
 _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
@@ -185,7 +185,7 @@ def deadly_exits(evidence: Evidence) -> list[Fact]:
             and fact.pid not in forced
             and not (fact.number == -9 and any(_announces(one, fact) for one in announced))
         )
-        or (fact.name == "first" and fact.number is None and fact.rank not in waited | _follow_others(evidence, fact))
+        or (fact.name == "first" and fact.number is None and fact.rank not in waited and not _follows(evidence, fact))
     ]
     # A launcher that has seen one end ends the others: of several such lines of one launcher only the first counts.
     chosen: dict[int, int] = {}  # source -> line, which may hold several tasks of srun
@@ -217,10 +217,15 @@ def deadly_exits(evidence: Evidence) -> list[Fact]:
     ]
 
 
-def _follow_others(evidence: Evidence, end: Fact) -> set[int | None]:
-    """Return the rank of an end without a code or signal, where another rank had raised before in the same log."""
+def _follows(evidence: Evidence, end: Fact) -> bool:
+    """Return whether another rank had raised right before an end without a code or signal, in the same log.
+
+    A server that has answered in between has survived that.
+    """
     before = [one for one in own_exceptions(evidence) if one.source == end.source and one.line < end.line]
-    return {end.rank} if {one.rank for one in before} - {None, end.rank} else set()
+    last = max((one for one in before if one.rank not in (None, end.rank)), key=lambda one: one.line, default=None)
+    alive = evidence.of(Kind.ALIVE, Kind.PROGRESS)
+    return last is not None and not any(one.source == end.source and last.line < one.line < end.line for one in alive)
 
 
 def _aborted_alone(evidence: Evidence) -> list[Fact]:
@@ -290,15 +295,17 @@ def first_to_exit(evidence: Evidence) -> list[Fact]:
 def _on_one_gpu(evidence: Evidence) -> list[Fact]:
     """Return what NCCL says of ranks that were given the same GPU, once for each of them."""
     told = evidence.of(Kind.NCCL_WARN, name="duplicate_gpu")
-    pairs = [(fact, found) for fact in told if (found := _ONE_GPU.search(fact.detail))]
-    return [fact.clone(rank=int(rank), rank_basis="text") for fact, found in pairs for rank in found.groups()]
+    pairs = [(fact, {int(found[1]), int(found[2])}) for fact in told if (found := _ONE_GPU.search(fact.detail))]
+    # NCCL counts in its communicator, which is the job where the speaker is one of the two.
+    return [fact.clone(rank=rank, rank_basis="text") for fact, pair in pairs if fact.rank in pair for rank in pair]
 
 
 def _on_all_gpus(evidence: Evidence, world: World, raised: list[Fact]) -> list[Fact]:
     """Give exceptions that tell their process's GPU its rank, where the ranks of a node have used up all of theirs."""
     gpus = {id(fact): int(found[1]) for fact in raised if (found := _GPU_FULL.search(fact.detail))}
     alone = evidence.one_node and not _named(raised) and len(gpus) == len(raised) and (world.size or 0) > 1
-    if not alone or {*gpus.values()} != {*range(world.size or 0)}:
+    once = sorted(gpus[id(fact)] for fact in raised if fact.frames and alone)
+    if not alone or once != [*range(world.size or 0)] or len({fact.source for fact in raised}) > 1:
         return raised
     return [fact.clone(rank=gpus[id(fact)], rank_basis="local") for fact in raised]
 
@@ -357,7 +364,8 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         thrown = evidence.of(Kind.EXCEPTION)
         torn = {fact.source for fact in thrown if "::" in fact.name and follows_from_peers(fact.name, fact.detail)}
         ends = [fact for fact in ends if fact.source not in torn]
-    if len({fact.rank for fact in ends}) == 1 and not exits and raised and all("::" in fact.name for fact in raised):
+    alone = len(raised) == 1 and raised[0].repeated == 1 and "::" in raised[0].name
+    if alone and len({fact.rank for fact in ends}) == 1 and not exits and ends[0].source == raised[0].source:
         # An exception of C++ that nobody catches aborts its process.
         exits = {fact.rank: fact for fact in ends[:1] if fact.rank is not None}
     if len({fact.rank for fact in ends}) == 1 and not _named(broken + sticky):
@@ -442,14 +450,13 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
 
 
 def _ended_behind(evidence: Evidence, raised: Fact) -> dict[int, Fact]:
-    """Return the first task of srun to end, by its rank, if nothing but this exception stands before that."""
-    ends = [fact for fact in evidence.of(Kind.LAUNCHER) if (fact.number or 0) > 0 and fact.rank_basis == "launcher"]
-    first = min((fact for fact in ends if fact.source == raised.source), key=lambda fact: fact.line, default=None)
-    if first is None or first.rank is None or first.line < raised.line:
+    """Return the task of srun that ends right behind a traceback, by its rank, if it is the first one to end."""
+    ends = [fact for fact in evidence.of(Kind.LAUNCHER) if fact.source == raised.source]
+    first = min(ends, key=lambda fact: fact.line, default=None)
+    if first is None or first.rank is None or (first.number or 0) <= 0 or first.rank_basis != "launcher":
         return {}
-    before = [fact for fact in evidence.facts if fact.source == first.source and fact.line < first.line]
-    accusing = [fact for fact in before if fact is not raised and fact.kind in (Kind.EXCEPTION, *EXPIRED)]
-    return {} if accusing else {first.rank: first}
+    there = raised.line < first.line <= raised.line + 2 * len(raised.frames) + 2  # each frame with its source
+    return {first.rank: first} if there and raised.repeated < 3 else {}  # a traceback is read by two rows
 
 
 def _failure_text(fact: Fact) -> str:
@@ -818,12 +825,13 @@ def by_analyser(evidence: Evidence, world: World) -> Verdict | None:
         named = frozenset.intersection(*(frozenset(fact.peers) for fact in absent))
         # A rank without a dump is missing too; who says itself that it waits in this very call has joined.
         calls = {fact.number for fact in absent}
-        named -= {row.rank for row in evidence.rows if row.waiting and row.seq in calls}
+        first = min((number for number in calls if number is not None), default=0)
+        named -= {row.rank for row in evidence.rows if row.waiting and row.seq is not None and row.seq >= first}
         if not named:
             return None
         few = all(2 * len(named) < (fact.completed or world.size or 0) for fact in absent)
         there = {row.rank for row in evidence.rows if row.waiting and row.seq in calls}
-        few = few or (world.size is not None and there == set(range(world.size)) - named)  # all the others say it too
+        few = few or (world.size == 2 and there == {0, 1} - named)  # the other one says it, too
         reason = tr(
             "torch's analyser of the dumps finds that {ranks} did not join", ranks=ranks_text(named or absent[0].peers)
         )

@@ -542,7 +542,8 @@ class Collector:
                     evidence.ranks.processes.setdefault(("", fact.pid), known[0])
         for fact in evidence.of(Kind.WORKER_DIED):  # the name of an actor has its rank
             if fact.pid is not None and fact.rank is not None:
-                evidence.ranks.processes.setdefault(("", fact.pid), fact.rank)
+                for host in {fact.where, "" if one_node else fact.where}:
+                    evidence.ranks.processes.setdefault((host, fact.pid), fact.rank)
         for fact in evidence.facts:
             if fact.rank is not None:
                 continue
@@ -776,6 +777,13 @@ def _give_to_their_ranks(evidence: Evidence) -> None:
                 fact.rank, fact.rank_basis = one.rank, one.rank_basis
 
 
+def _is_of_text(fact: Fact) -> bool:
+    """Return whether an exception is of code that a program ran as text, and not of what dataclasses write."""
+    *outer, last = fact.frames or ("",)
+    ran = all(frame.startswith("<") for frame in outer) or "exec" in outer[-1]
+    return last.startswith("<") and ran and " in __" not in last and "<frozen" not in last
+
+
 def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
     """Count as survived what a job went on after: an exception that was caught, a warning of NCCL that only advises.
 
@@ -785,8 +793,7 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
     """
     ignored = {(note.source, note.line + 1) for note in evidence.of(Kind.NOTE, name="ignored")}
     for fact in evidence.of(Kind.EXCEPTION):
-        of_text = bool(fact.frames) and fact.frames[-1].startswith("<") and "<frozen" not in fact.frames[-1]
-        if of_text or (fact.source, fact.line) in ignored:  # of code that a program was given as text, and judges
+        if _is_of_text(fact) or (fact.source, fact.line) in ignored:
             fact.kind = Kind.RETRIED
     passing = _passing(evidence)
     known = {id(fact) for fact in passing}
@@ -820,11 +827,9 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
             for one in after
         ) or (fact.rank is None and len(answers) > (1 if generated else 2) and answers == after[-len(answers) :])
         flapped = fact.name == "ib_async" and warned and job
-        told = fact.kind is Kind.EXCEPTION and fact.rank is None and not fact.frames and job  # without a traceback
         if (
             complete
             or flapped
-            or told
             or _steps_on(fact, end, alive)
             or _advises(fact)
             and after
@@ -861,6 +866,9 @@ def _mark_shut_down(evidence: Evidence) -> None:
     for note in evidence.of(Kind.NOTE, name="shut_down"):
         ends.setdefault(note.source, note.line)
     accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB | {Kind.TEARDOWN}]
+    if all("Parent process exited" in fact.text for fact in accusing):  # a server has been told to end, and says so
+        for note in evidence.of(Kind.NOTE, name="server_down"):
+            ends.setdefault(note.source, note.line)
     if all(fact.kind in _OF_AN_END and fact.line > ends.get(fact.source, fact.line) for fact in accusing):
         for fact in accusing:
             fact.kind = Kind.RETRIED

@@ -129,18 +129,6 @@ OF_A_HOST = frozenset(
 )
 
 
-def _one_rank_each(facts: Iterable[Fact]) -> bool:
-    """Return whether inputs have one rank each, and two of them neighbours: so no input leaves one of a pod's out."""
-    spoken: dict[int, set[int]] = {}
-    for fact in facts:
-        number = fact.rank if fact.rank is not None else fact.group_rank
-        if number is not None:
-            spoken.setdefault(fact.source, set()).add(number)
-    ranks = {rank for own in spoken.values() for rank in own}
-    apart = all(len(own) == 1 for own in spoken.values()) and len(ranks) == len(spoken)
-    return apart and any(rank + 1 in ranks for rank in ranks)
-
-
 def _prove(known: dict[Key, int], key: Key, rank: int) -> None:
     if len(known) < MOST or key in known:
         known[key] = rank if known.get(key, rank) == rank else NOBODY
@@ -181,6 +169,7 @@ class RankMap:
     _of_group: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, rank) -> the group's size
 
     _of_gloo: dict[tuple[str, int, int], int] = field(default_factory=dict)  # (host, pid, rank) -> the group's size
+    _sizes: set[int] = field(default_factory=set)  # the numbers of processes that torchrun's nodes are told to start
     _per_node: set[int] = field(default_factory=set)  # the numbers of processes that DeepSpeed's launchers start
     labelled: frozenset[int] = frozenset()  # inputs of which each line begins with its rank
     _census: Census = field(default_factory=Census)
@@ -382,7 +371,11 @@ class RankMap:
                 _prove(self._nodes, scope, int(node_rank[1]))
                 self._per_node |= {int(per_node[1])} if per_node else set()
             elif per_node and not _ASSIGNED_BY_STORE.search(text):
-                _prove(self.first, scope, int(node_rank[1]) * int(per_node[1]))
+                self._sizes.add(int(per_node[1]))
+                if len(self._sizes) == 1:
+                    _prove(self.first, scope, int(node_rank[1]) * int(per_node[1]))
+                else:  # of nodes of different sizes no product tells where one begins
+                    self.first.clear()
             elif accelerate and int(accelerate[1]) % max(int(accelerate[2]), 1) == 0:
                 _prove(self.first, scope, int(node_rank[1]) * (int(accelerate[1]) // int(accelerate[2])))
             elif scope in self._of_host and not per_node and not self._assigned:
@@ -422,7 +415,11 @@ class RankMap:
         of_ranks = (
             (local_size or 1) == 1
             and max(spoken, default=0) < min(self.worlds, default=MAX_RANK)
-            and (told <= self.with_local or len(told) == max(self.worlds, default=0) or _one_rank_each(facts))
+            and (
+                told <= self.with_local
+                or len(told) == max(self.worlds, default=0)
+                or self._one_rank_each(facts, sources, stated_world)
+            )
             and not any(_OTHER_GPU.search(fact.text) or _OTHER_GPU.search(fact.detail) for fact in facts)
         )
         found = RankMap(
@@ -495,6 +492,28 @@ class RankMap:
             for name in [*([folder] if folder else []), *_ADDRESS.findall(file)]:
                 _prove(found.first, name, of_input)
         return found
+
+    def _one_rank_each(self, facts: Iterable[Fact], sources: Iterable[Source], stated_world: int | None) -> bool:
+        """Return whether the logs of pods have one rank each, of which two are neighbours: so none has several.
+
+        They are named as the pod that is described, up to its kind and number: "bert-master-0", "bert-worker-1".
+        """
+        job = {
+            re.sub(r"(?:-(?:master|worker|launcher|chief))?-\d+$", "", pod)
+            for pod in self.environments
+            if "#" not in pod
+        }
+        of_pods = [
+            one.index for one in sources if any(f"{name}-" in one.name.rsplit("/", 1)[-1] for name in job if name)
+        ]
+        spoken: dict[int, set[int]] = {}
+        for fact in facts:
+            number = fact.rank if fact.rank is not None else fact.group_rank
+            if number is not None and fact.source in of_pods:
+                spoken.setdefault(fact.source, set()).add(number)
+        ranks = {rank for own in spoken.values() for rank in own}
+        apart = all(len(own) == 1 for own in spoken.values()) and len(ranks) == len(spoken)
+        return apart and any(rank + 1 in ranks for rank in ranks) and self.worlds <= {stated_world}
 
     def _communicators(self, facts: Iterable[Fact], stated_world: int | None) -> None:
         """Note the processes, devices and GPUs of NCCL's largest communicator, if there is one of its size."""

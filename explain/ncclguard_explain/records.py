@@ -790,7 +790,7 @@ GENERAL: tuple[bytes, ...] = (
 NEEDLES: tuple[bytes, ...] = (
     # torch: collectives, the watchdog, reports of the flight recorder and of DETAIL, DDP, barriers
     b"Timeout(ms)=", b"OpType=", b"atchdog", b"acquire GIL", b"ast enqueued", b"FlightRecorderHook", b"DESYNC_DEBUG",
-    b"collective #", b"latest states", b"Culprit rank", b"Collective sequence number", b"ranks joining", b"Process failed for slice", b"EI0005:", b"NIXL_ERR_", b"NIXL transfer", b"HandShakePlugin", b"complete transfers", b"reset has occurred", b"Decreasing batch", b"have not called it", b"Rendezvous complete", b"DEVICE_LOST", b"memory used=", b"RUNNING AT", b"yspy dump for", b"CollectiveFingerPrint(",
+    b"collective #", b"latest states", b"Culprit rank", b"Collective sequence number", b"ranks joining", b"Process failed for slice", b"EI0005:", b"NIXL_ERR_", b"NIXL transfer", b"HandShakePlugin", b"complete transfers", b"reset has occurred", b"Decreasing batch", b"Using batch", b"have not called it", b"Rendezvous complete", b"DEVICE_LOST", b"memory used=", b"RUNNING AT", b"yspy dump for", b"CollectiveFingerPrint(",
     b"onitoredBarrier", b"based barrier", b"Bytes failed", b"Failed to recv", b"EnforceNotMet", b"op.preamble", b"not receive grad",
     b"finished reduction", b"DataLoader worker",
     b"killing", b"Killing", b"aborting", b"terminating", b"Terminating",

@@ -663,3 +663,63 @@ def test_the_pod_whose_log_has_one_rank_is_that_rank(explain_lines: Explain) -> 
     ]
     pods = ["NAME           READY   STATUS      RESTARTS   AGE", "net-worker-2   0/1     OOMKilled   0          52m"]
     assert explain_lines({"logs.txt": logs, "pods.txt": ["$ kubectl get pods", *pods]}).culprits == (2,)
+
+
+# --- the same words where they prove nothing ---
+
+DIED = "ERROR 11-02 18:25:01 [multiproc_executor.py:154] Worker proc VllmWorker-0 died unexpectedly, shutting down executor."
+SERVED = '(APIServer pid=1) INFO:     10.0.0.4:39112 - "POST /v1/completions HTTP/1.1" 200 OK'
+THROWN = ["terminate called after throwing an instance of 'trt::Failure'", "  what():  MPI size 4 does not match"]
+ABORTED = "mpirun noticed that process rank 2 with PID 229 on node h100-07 exited on signal 6 (Aborted)."
+IMPORT = raised(0, "ImportError: libcudnn.so.8: cannot open shared object file", prefix="")
+ENDS = [f"srun: error: gpu0412: task {task}: Exited with exit code 1" for task in (2, 0, 1, 3)]
+ABSENT = ["Not all ranks joining collective, sequence number: 288", "internal record id: 19", "group info: 0:default_pg",
+          "collective: nccl:all_reduce", "missing ranks: {0}", "world size: 2", "expected ranks: {0, 1}"]  # fmt: skip
+OTHER_HOST = [
+    ("(WorkerDict pid=27499, ip=10.0.0.2) [2026-03-04 19:28:30,014 E 27499 27499] logging.cc:113: Unhandled exception: "
+    "St12system_error. what(): thread: Resource temporarily unavailable [system:11]"),
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+    "\tpid: 27499", "\tname: 31cVuRWorkerDict_0:3", "\tip: 10.0.0.1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "logs, size",
+    [
+        (
+            {
+                "a.log": [
+                    *raised(3, "ValueError: prompt too long", prefix="(Worker_TP{} pid=9) "),
+                    SERVED,
+                    SERVED,
+                    SERVED,
+                    DIED,
+                ]
+            },
+            4,
+        ),
+        ({"a.log": [*THROWN, *THROWN, *THROWN, ABORTED]}, 4),
+        ({"a.log": THROWN, "b.log": [ABORTED]}, 4),
+        ({"a.log": [*IMPORT, *IMPORT, *IMPORT, *IMPORT, *ENDS]}, 4),
+        ({"a.log": [*IMPORT, "step 1 loss 2.0", "step 2 loss 1.9", ENDS[0]]}, 4),
+        ({"a.log": ABSENT, "b.log": [*timeout(1, seq=288), *timeout(0, seq=300)]}, 2),
+        ({"a.log": OTHER_HOST}, 8),
+        ({"a.log": ["[rank7]: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 2000"]}, 8),
+    ],
+)
+def test_who_is_only_near_by_is_not_named_for_it(explain_lines: Explain, logs: dict[str, list[str]], size: int) -> None:
+    report = explain_lines(logs, world_size=size)
+    assert report.incident
+    assert report.culprits in ((), (0, 3))  # the worker of vLLM that died behind answers, and who had raised before
+
+
+def test_files_of_the_ranks_of_one_pod_do_not_tell_which_rank_another_pod_is(explain_lines: Explain) -> None:
+    described = ["$ kubectl describe pod mlm-worker-5 -n ml", "Name:             mlm-worker-5", "      Reason:       OOMKilled",
+                 "      Exit Code:    137", "    Environment:", "      WORLD_SIZE:   8", "      RANK:         5"]  # fmt: skip
+    logs = {f"rank{rank}.log": timeout(rank, seq=85613) for rank in range(4)}
+    assert explain_lines({**logs, "kubectl.txt": described}, world_size=64).culprits == ()
+
+
+def test_nodes_of_different_sizes_do_not_tell_where_a_host_begins(explain_lines: Explain) -> None:
+    lines = [f"gpu-c0{5 + node} NODE_RANK={node} NPROC_PER_NODE={size}" for node, size in ((0, 8), (1, 4), (2, 8))]
+    assert explain_lines([*lines, "srun: error: Node failure on gpu-c07"]).culprits == ()

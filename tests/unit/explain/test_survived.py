@@ -578,3 +578,15 @@ def test_a_store_that_is_gone_behind_the_last_step_is_no_incident(
         "flag on TCPStore, (maybe TCPStore server has shut down too early), with error: failed to recv, got 0 bytes"
     )
     assert explain_lines([f"[rank0]: {last}", *(lost.format(rank) for rank in (1, 2, 3))]).incident is incident
+
+
+WRITTEN = ["[rank2]: Traceback (most recent call last):", '[rank2]:   File "/app/train.py", line 10, in <module>', "[rank2]:     Config(lrr=1)",
+           '[rank2]:   File "<string>", line 9, in __init__', "[rank2]: TypeError: Config.__init__() got an unexpected keyword argument 'lrr'"]  # fmt: skip
+STEPPED = ["torchrun --nproc_per_node 4 train.py", "step 1 loss 2.1", "step 2 loss 2.1", "step 3 loss 2.0", "ValueError: bad", "step 4 loss 2.0", "step 5 loss 2.0"]  # fmt: skip
+ENGINE = ["(ProxyActor pid=44) INFO:     Shutting down", "(EngineCore_DP0 pid=81) ERROR 03-02 05:09:02 [core.py:700] EngineCore encountered a fatal error.",
+          "(EngineCore_DP0 pid=81) TimeoutError: RPC call to sample_tokens timed out."]  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", [WRITTEN, STEPPED, ENGINE])
+def test_what_only_looks_survived_is_an_incident(explain_lines: Explain, lines: list[str]) -> None:
+    assert explain_lines(lines).incident
