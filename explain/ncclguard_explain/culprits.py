@@ -692,19 +692,27 @@ _SESSION = re.compile(r"incident ([0-9a-f]{8})-")
 
 
 def _without_its_end(evidence: Evidence, incidents: list[Fact]) -> list[Fact]:
-    """Return incidents without one that only says that a job was ended in what the one before it had told of."""
-    if len(incidents) < 2 or not incident_text.FROM_OUTSIDE.search(incidents[-1].text):
+    """Return incidents without one that only tells how a job ended for what the one before it had told of.
+
+    A rank that had made another call than the others is then the first to have no more of them.
+    """
+    before, last = incidents[-2:] if len(incidents) > 1 else (None, None)
+    if before is None or last is None:
         return incidents
-    before, last = incidents[-2:]
-    call = incident_text.ENDS_CALL.split(last.detail)[0]
-    told = incident_text.STOOD_STILL.search(before.text) and call and call in before.text
-    return incidents[:-1] if told and not _stepped(evidence, before, last) else incidents
+    call = incident_text.ENDS_CALL.split(last.detail)[0] if incident_text.FROM_OUTSIDE.search(last.text) else ""
+    ended = incident_text.STOOD_STILL.search(before.text) and call and call in before.text
+    left = (before.name, last.name) == ("diverged", "exited") and set(last.peers) == set(before.peers)
+    if (ended and not _stepped(evidence, before, last)) or (left and not _stepped(evidence, before, last, 3)):
+        return incidents[:-1]
+    return incidents
 
 
-def _stepped(evidence: Evidence, before: Fact, later: Fact) -> bool:
-    """Return whether the program has gone on between two lines of a log."""
-    steps = (fact for fact in evidence.of(Kind.ALIVE, Kind.PROGRESS) if fact.source == before.source)
-    return any(before.line < fact.line < (later.line if later.source == before.source else math.inf) for fact in steps)
+def _stepped(evidence: Evidence, before: Fact, later: Fact, times: int = 1) -> bool:
+    """Return whether the program has gone on between two lines of a log, by so many steps."""
+    until = later.line if later.source == before.source else math.inf
+    lines = [fact for fact in evidence.of(Kind.ALIVE, Kind.PROGRESS) if fact.source == before.source]
+    between = [fact for fact in lines if before.line < fact.line < until]
+    return len({fact.number for fact in between}) >= times if times > 1 else bool(between)
 
 
 def written_incidents(evidence: Evidence) -> list[Fact]:

@@ -308,6 +308,8 @@ def survived(evidence: Evidence) -> list[Fact]:
     return list({(f.source, f.rank, f.name.rsplit(".", 1)[-1], f.detail): f for f in named}.values())[::-1]
 
 
+#: Incidents of ncclguard's own that a job went on after, of which the summary tells.
+SHOWN_SURVIVED = 3
 #: A log says nothing of a job that hangs and whose limits have not passed.
 _STANDS = tr("If the job stands still now, `ncclguard hang` on its hosts says which rank it waits for.")
 
@@ -323,12 +325,14 @@ def _nothing_seen(evidence: Evidence) -> Message:
         return nothing if ended else joined(" ", (nothing, _STANDS))
     told = [fact for fact in again if fact.detail]
     agreed = [fact for fact in told if fact.name in {cause.value for cause in Cause}]  # an incident of ncclguard's own
-    first = (agreed or told or again)[0]
-    what = {"nothing": nothing, "what": _survived_what(first)[:160]}
-    others = {call_and_time(fact.detail) for fact in agreed or told} - {call_and_time(first.detail)}
-    if not others:
+    if agreed:
+        nothing = tr("No incident in these inputs has stopped the job.")
+    known = list({call_and_time(fact.detail): fact for fact in reversed(agreed or told or again[:1])}.values())[::-1]
+    shown = known[:SHOWN_SURVIVED] if agreed else known[:1]
+    what = {"nothing": nothing, "what": joined("; ", (_survived_what(fact)[:160] for fact in shown))}
+    if len(known) == len(shown):
         return tr("{nothing} The job went on after: {what}", **what)
-    return tr("{nothing} The job went on after: {what} (and {count} more)", **what, count=len(others))
+    return tr("{nothing} The job went on after: {what} (and {count} more)", **what, count=len(known) - len(shown))
 
 
 def _survived_what(fact: Fact) -> str:

@@ -102,7 +102,7 @@ def summarise(
         generation=verdict.generation,
         cause=verdict.cause,
         culprits=verdict.culprit_ranks,
-        deadline_expired=verdict.deadline_expired,
+        deadline_expired=verdict.deadline_expired or (timeout is not None and waited > timeout),
         timeout=timeout,
         agreed=True,
         attempts=verdict.attempt,
@@ -116,7 +116,15 @@ def summarise(
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
     )
     sent_away = outside or (bool(causes) and all(rank in departed and _sent_away(departed[rank]) for rank in causes))
-    first = next((one.id for one in reported if _is_sequel(one, incident, state.guarded, sent_away)), None)
+    done = {rank: one.done for rank, one in departed.items()} | {rank: one.done for rank, one in reports.items()}
+    first = next(
+        (
+            one.id
+            for one in reported
+            if _is_sequel(one, incident, state.guarded, sent_away) or (outside and _still_holds(one, incident, done))
+        ),
+        None,
+    )
     if first is None and not state.guarded:
         first = _operation_of_errors(incident)  # of whose verdict this rank may not have heard yet
     incident = incident.model_copy(update={"repeats": first})
@@ -137,6 +145,17 @@ def _is_sequel(known: Incident, later: Incident, guarded: bool, sent_away: bool)
     if is_of_guarded_calls(later) and _names_the_same_dead(known, later):
         return True
     return says_nothing_new(later, known) or _only_raise_its_error(known, later)
+
+
+def _still_holds(known: Incident, later: Incident, done: Mapping[int, int]) -> bool:
+    """Return whether a job was ended while the ranks that an incident of its group names had not come on.
+
+    Gloo completes a collective on a rank that needs nothing more of those, which then waits in the next one.
+    """
+    at, now = (one.op_id.rpartition("/")[2] for one in (known, later))
+    if known.group != later.group or not known.culprits or not (at.isdecimal() and now.isdecimal()):
+        return False
+    return int(now) <= int(at) + 1 and all(done.get(rank, 0) < int(at) for rank in known.culprits)
 
 
 def is_of_guarded_calls(incident: Incident) -> bool:

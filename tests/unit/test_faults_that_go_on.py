@@ -178,6 +178,20 @@ def test_the_end_of_ranks_that_were_sent_sigterm_in_a_known_standstill_is_no_inc
     assert Incident.from_json(summarise(then, reports, ended, {}, state, [elsewhere])).repeats is None
 
 
+@pytest.mark.parametrize(("done", "sequel"), [(0, True), (1, False)])
+def test_the_end_of_a_job_refers_to_the_incident_that_still_holds_it(done: int, sequel: bool) -> None:
+    """Gloo has let the others go on to the next collective, and the job is ended; unless the rank had come on too."""
+    state = WatchState("watch", 0, (0, 1, 2))
+    verdict = Verdict(0, 1, Action.FAIL, Cause.DIVERGED, ((1, Cause.DIVERGED),), (0, 1, 2))
+    first = Incident.from_json(summarise(verdict, {rank: entered(rank) for rank in range(3)}, {}, {}, state))
+    reports = {0: replace(entered(0), operation=replace(entered(0).operation, sequence=2), age=30.0, budget=-26.0)}
+    ended = {r: Departure(r, Cause.LOST, "was sent SIGTERM", terminated=True, done=done) for r in range(3)}
+    then = Verdict(1, 2, Action.FAIL, Cause.UNKNOWN, (), (0, 1, 2))
+    again = Incident.from_json(summarise(then, reports, ended, {}, state, [first]))
+    assert again.repeats == (first.id if sequel else None)
+    assert again.deadline_expired == (again.timeout is not None and reports[0].age > again.timeout)
+
+
 @pytest.mark.parametrize(
     "name", ["evaluation evaluate() at step 5, beginning of try 1", "evaluation evaluate() at step 5, try 1"]
 )

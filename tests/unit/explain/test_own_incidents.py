@@ -103,7 +103,7 @@ def test_a_job_that_went_on_and_does_not_say_what_became_of_it_need_not_be_start
     assert report.decision_reason == "the job went on without rank 2, and nothing here says that it has ended"
     (tmp_path / "other.log").write_text("\n".join(WENT_ON[:-1]) + "\n")
     (tmp_path / ("incident.json" if of == "json" else "job.log")).unlink()
-    assert explain([os.fspath(tmp_path)]).decision == "restart"
+    assert explain([os.fspath(tmp_path)]).decision_reason.startswith("a process was killed from outside")
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -481,3 +481,32 @@ def test_what_a_rank_aborted_for_is_advised_about_where_its_output_says_so(
     assert report.culprits == (2,)
     assert report.next_step.startswith(first)
     assert advice in report.advice and report.next_step not in report.further
+
+
+@pytest.mark.parametrize(("steps", "cause"), [(0, "diverged"), (3, "exited")])
+def test_a_rank_that_made_another_call_and_then_left_early_is_told_of_as_diverged(
+    explain_lines: Explain, steps: int, cause: str
+) -> None:
+    """Unless the job has gone on for some steps in between."""
+    told = "ncclguard incident 62602160-0-cpu-{}: all_reduce(float32[10], SUM) failed after {} s: rank 1 {}. cause: {}"
+    between = [f"step {n}: loss 1.1" for n in range(steps)]
+    lines = [
+        told.format("3.0", "4.01", "diverged", "diverged"),
+        *between,
+        told.format("6.3", "0.492", "exited", "exited"),
+    ]
+    report = explain_lines(lines, world_size=3)
+    assert report.culprits == (1,) and report.cause == cause
+
+
+def test_all_incidents_that_a_job_went_on_after_are_told_of(explain_lines: Explain) -> None:
+    told = "ncclguard incident 62602160-0-cpu-{0}.0: all_reduce(float32[{0}], SUM) failed after 4 s: rank {0} lost. cause: lost"
+    ended = "ncclguard run: rank {0} has ended with exit code -9; ranks 0 may go on without it"
+    lines = [
+        line
+        for n in (1, 2)
+        for line in (ended.format(n), told.format(n), f"ncclguard: went on without rank {n} after 0.2 s")
+    ]
+    report = explain_lines(["step 1: loss 1.2", *lines, *STEPS], world_size=3)
+    assert not report.incident and report.summary.startswith("No incident in these inputs has stopped the job.")
+    assert all(f"float32[{n}]" in report.summary for n in (1, 2)), report.summary
