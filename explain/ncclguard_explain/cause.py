@@ -103,5 +103,11 @@ ADVICE_ABORTED = tr(
     "others' does that. Restart the job: the groups of this rank are unusable."
 )
 
+#: That of ranks whose call ended with KeyboardInterrupt, or with the SystemExit of a signal's handler.
+ADVICE_INTERRUPTED = tr(
+    "This was an interruption (Ctrl-C, or a launcher that ends its ranks), and there is no exception to fix. Where nobody "
+    "pressed Ctrl-C, see what the launcher says before it."
+)
+
 #: That of a lost rank of a group outside the job, such as an engine in a channel of weights.
 ADVICE_OUTSIDE = tr("{see} Start it again: it can join the others anew.", see=SEE_LOST)

@@ -12,7 +12,7 @@ from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.coordination.incidents import goes_on, summarise
 from ncclguard.incident.model import Incident, RankReport
-from ncclguard.protocol.decision import Action, Departure, Verdict
+from ncclguard.protocol.decision import Action, Departure, Trouble, TroubleKind, Verdict
 from ncclguard.watch.coordination import WatchState
 from ncclguard_explain.cause import Cause
 from tests.unit.reports import entered, outside
@@ -134,6 +134,27 @@ def test_the_advice_fits_a_rank_without_memory_and_one_that_came_too_late() -> N
     came = RankReport(rank=1, cause=Cause.LATE, state="running")
     assert advice(Cause.LATE, came).startswith("See what it did before this call")
     assert not advice(Cause.LATE, came, came.model_copy(update={"state": "none"})).startswith("See what it did before")
+
+
+@pytest.mark.parametrize(
+    ("raised", "fix", "everyone"),
+    [
+        (("KeyboardInterrupt", "KeyboardInterrupt at train.py:37 in main"), False, True),
+        (("", "KeyboardInterrupt at train.py:37 in main"), False, False),
+        (("SystemExit: 143", "SystemExit: 143"), False, False),
+        (("KeyboardInterrupt", "ValueError at train.py:37 in main: bad batch"), True, False),
+    ],
+)
+def test_nobody_is_told_to_fix_an_interruption(raised: tuple[str, str], fix: bool, everyone: bool) -> None:
+    """Rank 0 is in the call, and rank 1 is not."""
+    trouble = Trouble(TroubleKind.RAISED, raised[0]) if raised[0] else None
+    causes = tuple((rank, Cause.FAILED) for rank, text in enumerate(raised) if text)
+    verdict = Verdict(0, 1, Action.FAIL, Cause.FAILED, causes, (0, 1))
+    left = {1: Departure(1, Cause.FAILED, raised[1])}
+    state = GroupState("0", 0, (0, 1))
+    incident = Incident.from_json(summarise(verdict, {0: entered(0, trouble=trouble)}, left, {}, state))
+    assert ("Fix the exception" in incident.advice, "an interruption" in incident.advice) == (fix, not fix)
+    assert ("all ranks were ended from outside, with Ctrl-C." in incident.summary) == everyone
 
 
 @pytest.mark.parametrize(
