@@ -515,7 +515,8 @@ class Evaluation:
                 name=self._label,
                 failed=failed.summary if failed is not None else "",
             )
-            log.warning("%s%s", text, failed.details if failed is not None else "")
+            level = logging.WARNING if self._rank == self._members[0] else logging.INFO  # all ranks say the same
+            log.log(level, "%s%s", text, failed.details if failed is not None else "")
         raise AssertionError("the last try is decided by at_end")
 
     # ------------------------------------------------------------------ one try
