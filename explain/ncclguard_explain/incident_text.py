@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from ncclguard_explain.cause import (
     ADVICE,
     ADVICE_ABORTED,
+    ADVICE_GOES_ON,
+    ADVICE_IN_EVALUATION,
     ADVICE_INTERRUPTED,
     ADVICE_MAY_HAVE_ABORTED,
     ADVICE_OUTSIDE,
@@ -48,6 +50,8 @@ _ADVISED = [
         *ADVICE.values(),
         *ADVICE_WATCHED.values(),
         ADVICE_ABORTED,
+        ADVICE_GOES_ON,
+        ADVICE_IN_EVALUATION,
         ADVICE_INTERRUPTED,
         ADVICE_MAY_HAVE_ABORTED,
         ADVICE_OUTSIDE,

@@ -31,6 +31,8 @@ from ncclguard.protocol.decision import (
 from ncclguard_explain.cause import (
     ADVICE,
     ADVICE_ABORTED,
+    ADVICE_GOES_ON,
+    ADVICE_IN_EVALUATION,
     ADVICE_INTERRUPTED,
     ADVICE_MAY_HAVE_ABORTED,
     ADVICE_OUTSIDE,
@@ -195,6 +197,10 @@ def _advice(
         return ADVICE_OUTSIDE
     advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
     blamed = [one for one in ranks if one.cause is cause]
+    if state.guarded and cause is Cause.LOST and lifecycle.goes_on():
+        return ADVICE_GOES_ON
+    if state.guarded and cause is Cause.LOST and in_evaluation(text):
+        return ADVICE_IN_EVALUATION
     if model.came(blamed):
         return tr(
             "See what it did before this call: work on one rank only (saving, metrics, a data loader) must fit the timeout "
@@ -224,6 +230,11 @@ def _advice(
             )
         if (cause in (Cause.LATE, Cause.EXITED) or astray) and _BY_NUMBER.search(text):
             advice = tr(
+        if cause is Cause.EXITED:
+            advice = tr(
+                "{advice} If it does not call this evaluation at all, call it on all ranks, not under `if rank == 0:`.",
+                advice=advice,
+            )
                 "{advice} If it has left out an earlier one instead, the values since then mix different evaluations, "
                 "since nothing but their number tells these apart: give each a `step=` of its own.",
                 advice=advice,
@@ -282,7 +293,7 @@ def _further(text: str, cause: Cause, state: Subject, resumed: bool = False, ran
             '`watch()` only observes, or with on_hang="abort" ends the collectives. A guarded call (`safe_all_reduce`, or the '
             'backend "ncclguard") ends on all ranks at its limit, and the program goes on with the tensor as it was.'
         )
-    if resumed or "='evaluation " in text:
+    if resumed or in_evaluation(text):
         return ""
     if cause in (Cause.LOST, Cause.STUCK):
         if state.outside or os.environ.get(lifecycle.RUN_FOLDER):
@@ -432,6 +443,11 @@ _BY_NUMBER = re.compile(r" optimizer steps, number \d+ there, beginning of try 1
 
 def begins_evaluation(operation: str) -> bool:
     """Return whether this is the text of the call with which an evaluation begins, to which a rank may never come."""
+def in_evaluation(operation: str) -> bool:
+    """Return whether this is the text of a call of an evaluation, or of one that the program makes in it."""
+    return "='evaluation " in operation
+
+
     found = _TRY.search(operation)
     return found is not None and found[0].endswith("beginning of try 1'")
 
