@@ -160,7 +160,8 @@ def alone(
     expired: bool = False,
     evidence: Mapping[int, str] | None = None,
 ) -> Incident:
-    """Return what one rank can say without a verdict."""
+    """Return what one rank can say without a verdict, or `agreed` by an earlier one, whose incident is reported."""
+    known = from_json(state.incident) if agreed else None
     op_id = f"{state.key}/{sequence}"
     ranks = tuple(
         RankReport(rank=rank, state="departed", cause=found, note=(evidence or {}).get(rank) or None)
@@ -185,6 +186,7 @@ def alone(
         ),
         advice=_advice(cause, state, text, ranks=ranks),
         further=_further(text, cause, state),
+        repeats=(known.repeats or known.id) if known is not None and causes.keys() <= {*known.culprits} else None,
     )
 
 
@@ -195,12 +197,12 @@ def _advice(
         return tr("The others go on without it. {advice}", advice=SEE_LOST if cause is Cause.LOST else ADVICE[cause])
     if state.outside and cause is Cause.LOST:
         return ADVICE_OUTSIDE
-    advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
-    blamed = [one for one in ranks if one.cause is cause]
     if state.guarded and cause is Cause.LOST and lifecycle.goes_on():
         return ADVICE_GOES_ON
     if state.guarded and cause is Cause.LOST and in_evaluation(text):
         return ADVICE_IN_EVALUATION
+    advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
+    blamed = [one for one in ranks if one.cause is cause]
     if model.came(blamed):
         return tr(
             "See what it did before this call: work on one rank only (saving, metrics, a data loader) must fit the timeout "
@@ -228,13 +230,13 @@ def _advice(
                 "none. If it only comes later, see in its stack why, and raise `barrier_timeout` if that is meant to take "
                 "so long."
             )
-        if (cause in (Cause.LATE, Cause.EXITED) or astray) and _BY_NUMBER.search(text):
-            advice = tr(
         if cause is Cause.EXITED:
             advice = tr(
                 "{advice} If it does not call this evaluation at all, call it on all ranks, not under `if rank == 0:`.",
                 advice=advice,
             )
+        if (cause in (Cause.LATE, Cause.EXITED) or astray) and _BY_NUMBER.search(text):
+            advice = tr(
                 "{advice} If it has left out an earlier one instead, the values since then mix different evaluations, "
                 "since nothing but their number tells these apart: give each a `step=` of its own.",
                 advice=advice,
@@ -441,13 +443,13 @@ _OTHER_END = re.compile(r"killed by (?!SIGABRT)|: exit code \d")
 _BY_NUMBER = re.compile(r" optimizer steps, number \d+ there, beginning of try 1'")
 
 
-def begins_evaluation(operation: str) -> bool:
-    """Return whether this is the text of the call with which an evaluation begins, to which a rank may never come."""
 def in_evaluation(operation: str) -> bool:
     """Return whether this is the text of a call of an evaluation, or of one that the program makes in it."""
     return "='evaluation " in operation
 
 
+def begins_evaluation(operation: str) -> bool:
+    """Return whether this is the text of the call with which an evaluation begins, to which a rank may never come."""
     found = _TRY.search(operation)
     return found is not None and found[0].endswith("beginning of try 1'")
 

@@ -896,6 +896,8 @@ def reported_as(incident: Incident | None) -> str:
     config = current_config()
     if incident is None or (config.report_dir is None and not config.report_panel):
         return ""
+    if incident.agreed and incident.decided_after is None and incident.repeats is None:
+        return ""  # a rank's own, about what has ended before without an incident that names it
     return incident.repeats or incident.id
 
 
