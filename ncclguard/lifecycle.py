@@ -73,6 +73,7 @@ JOINS: Final = "NCCLGUARD_JOINS"
 #: Set by `ncclguard run` for its ranks: the folder for their words to it.
 RUN_FOLDER: Final = "NCCLGUARD_RUN_DIR"
 _joined = False
+_goes_on = False
 
 
 def is_joining() -> bool:
@@ -87,6 +88,17 @@ def joined() -> None:
     """Note that the other ranks have taken this process into the job."""
     global _joined
     _joined = True
+
+
+def going_on() -> None:
+    """Note that `resilient_step` goes on in this process when other ranks are lost."""
+    global _goes_on
+    _goes_on = True
+
+
+def goes_on() -> bool:
+    """Return whether this process goes on when other ranks are lost: a launcher without this folder ends it then."""
+    return _goes_on and bool(os.environ.get(RUN_FOLDER))
 
 
 def at_end(stage: End, callback: Callable[[], None]) -> None:

@@ -103,5 +103,21 @@ ADVICE_ABORTED = tr(
     "others' does that. Restart the job: the groups of this rank are unusable."
 )
 
+#: That of ranks whose call ended with KeyboardInterrupt, or with the SystemExit of a signal's handler.
+ADVICE_INTERRUPTED = tr(
+    "This was an interruption (Ctrl-C, or a launcher that ends its ranks), and there is no exception to fix. Where nobody "
+    "pressed Ctrl-C, see what the launcher says before it."
+)
+
+#: That of a lost rank of a job that goes on by `resilient_step`.
+ADVICE_GOES_ON = tr("{see} The others go on without it, where `resilient_step` can make the step again.", see=SEE_LOST)
+
+#: That of a rank that is lost in an evaluation.
+ADVICE_IN_EVALUATION = tr(
+    '{see} Restart the job from its last checkpoint; with on_lost="checkpoint" and `save=`, `resilient_evaluate` saves one '
+    "before it raises.",
+    see=SEE_LOST,
+)
+
 #: That of a lost rank of a group outside the job, such as an engine in a channel of weights.
 ADVICE_OUTSIDE = tr("{see} Start it again: it can join the others anew.", see=SEE_LOST)

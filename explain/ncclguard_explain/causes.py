@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ncclguard_explain import engines
+from ncclguard_explain import engines, incident_text
 from ncclguard_explain.cause import WORD, Cause
 from ncclguard_explain.culprits import (
     deadly_exits,
@@ -166,7 +166,7 @@ def guard(case: Case) -> Finding | None:
     facts = (case.verdict.facts if of_verdict else case.evidence.of(Kind.GUARD))[:1]
     names = {"diverged": "rank_divergence", "failed": "oom_or_crash_other_rank", "lost": "oom_or_crash_other_rank",
              "exited": "rank_divergence", "network": "network_fabric", "late": "slow_rank_side_work"}  # fmt: skip
-    known = [fact for fact in facts if fact.name in names]
+    known = [fact for fact in facts if fact.name in names and not incident_text.FROM_OUTSIDE.search(fact.text)]
     return _first(
         *(
             (known, names[f.name], "medium", tr("the ranks agreed on the cause {cause}", cause=WORD[Cause(f.name)]))

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from ncclguard_explain.cause import (
     ADVICE,
     ADVICE_ABORTED,
+    ADVICE_GOES_ON,
+    ADVICE_IN_EVALUATION,
+    ADVICE_INTERRUPTED,
     ADVICE_MAY_HAVE_ABORTED,
     ADVICE_OUTSIDE,
     ADVICE_WATCHED,
@@ -26,7 +29,9 @@ HEAD = "ncclguard incident "
 #: The guard's errors, which every rank raises that waited.
 ERRORS = ("CollectiveFailed", "CollectiveMismatch", "CollectiveTimeout", "PeerFailed", "PeerLost")
 #: Words of an incident in which the launcher or Ctrl-C ended the job.
-FROM_OUTSIDE = re.compile(r"were ended from outside|被(?:从)?外部")
+FROM_OUTSIDE = re.compile(
+    r"were ended from outside|被(?:从)?外部|rank \d+(?: \([^()]*\))? ?(?:raised|抛出) ?KeyboardInterrupt"
+)
 #: Words of an incident that `watch()` tells of.
 STOOD_STILL = re.compile(r"stood still for|停滞了")
 #: The words between a call and how long it had taken.
@@ -41,7 +46,16 @@ _BLAMED = re.compile(rf"rank(?:s)? (\d[\d,、 -]*?) ({'|'.join(_WORDS)})(?![a-z]
 _NAMED = _BLAMED.pattern.replace(" (", " (?:")
 _ADVISED = [
     str(said(text, language))
-    for text in (*ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORTED, ADVICE_MAY_HAVE_ABORTED, ADVICE_OUTSIDE)
+    for text in (
+        *ADVICE.values(),
+        *ADVICE_WATCHED.values(),
+        ADVICE_ABORTED,
+        ADVICE_GOES_ON,
+        ADVICE_IN_EVALUATION,
+        ADVICE_INTERRUPTED,
+        ADVICE_MAY_HAVE_ABORTED,
+        ADVICE_OUTSIDE,
+    )
     for language in LANGUAGES
 ]
 _CAUSES = [  # no space stands before a Chinese one

@@ -130,6 +130,7 @@ class GroupState:
         self._failed = ("", -math.inf)  # the last call that failed here, and when by time.monotonic()
         self.decided: Decided | None = None  # the verdict that the caller has not taken yet
         self.unavailable = ""  # why no verdict can come, such as a store that is gone
+        self.incident = ""  # of the last verdict that has one, as JSON
         self.given_up = False  # by this process itself, which has left the group or destroyed it
         self.session = ""  # the name of the job's session, known some time after this is made
         self.sightings: Sightings = {}  # of ranks that did not answer the last revoke
@@ -356,6 +357,7 @@ class GroupState:
         """Hand the verdict to the caller who waits for it."""
         with self.condition:
             resolution = self.member.adopt(verdict)
+            self.incident = verdict.incident or self.incident
             if resolution is Resolution.DONATED and donated is None:
                 resolution = Resolution.MISSED
             if resolution is not None:

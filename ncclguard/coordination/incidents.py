@@ -31,6 +31,9 @@ from ncclguard.protocol.decision import (
 from ncclguard_explain.cause import (
     ADVICE,
     ADVICE_ABORTED,
+    ADVICE_GOES_ON,
+    ADVICE_IN_EVALUATION,
+    ADVICE_INTERRUPTED,
     ADVICE_MAY_HAVE_ABORTED,
     ADVICE_OUTSIDE,
     ADVICE_WATCHED,
@@ -176,7 +179,8 @@ def alone(
     expired: bool = False,
     evidence: Mapping[int, str] | None = None,
 ) -> Incident:
-    """Return what one rank can say without a verdict."""
+    """Return what one rank can say without a verdict, or `agreed` by an earlier one, whose incident is reported."""
+    known = from_json(state.incident) if agreed else None
     op_id = f"{state.key}/{sequence}"
     ranks = tuple(
         RankReport(rank=rank, state="departed", cause=found, note=(evidence or {}).get(rank) or None)
@@ -201,6 +205,7 @@ def alone(
         ),
         advice=_advice(cause, state, text, ranks=ranks),
         further=_further(text, cause, state),
+        repeats=(known.repeats or known.id) if known is not None and causes.keys() <= {*known.culprits} else None,
     )
 
 
@@ -211,6 +216,10 @@ def _advice(
         return tr("The others go on without it. {advice}", advice=SEE_LOST if cause is Cause.LOST else ADVICE[cause])
     if state.outside and cause is Cause.LOST:
         return ADVICE_OUTSIDE
+    if state.guarded and cause is Cause.LOST and lifecycle.goes_on():
+        return ADVICE_GOES_ON
+    if state.guarded and cause is Cause.LOST and in_evaluation(text):
+        return ADVICE_IN_EVALUATION
     advice = ADVICE[cause] if state.guarded else ADVICE_WATCHED.get(cause, ADVICE[cause])
     blamed = [one for one in ranks if one.cause is cause]
     if model.came(blamed):
@@ -218,6 +227,8 @@ def _advice(
             "See what it did before this call: work on one rank only (saving, metrics, a data loader) must fit the timeout "
             "or run on all ranks. Raise the timeout only if that work is meant to take so long."
         )
+    if cause is Cause.FAILED and _were_interrupted(blamed):
+        return ADVICE_INTERRUPTED
     if cause is Cause.FAILED and blamed and all(_OUT_OF_MEMORY.search(str(one.exception)) for one in blamed):
         return tr(
             "It ran out of memory: smaller batches there, or less that is held beside them (graphs of losses, outputs on "
@@ -238,6 +249,11 @@ def _advice(
                 "none. If it only comes later, see in its stack why, and raise `barrier_timeout` if that is meant to take "
                 "so long."
             )
+        if cause is Cause.EXITED:
+            advice = tr(
+                "{advice} If it does not call this evaluation at all, call it on all ranks, not under `if rank == 0:`.",
+                advice=advice,
+            )
         if (cause in (Cause.LATE, Cause.EXITED) or astray) and _BY_NUMBER.search(text):
             advice = tr(
                 "{advice} If it has left out an earlier one instead, the values since then mix different evaluations, "
@@ -250,6 +266,11 @@ def _advice(
             "or on none, and call both in the same order on each."
         )
     return advice
+
+
+def _were_interrupted(ranks: Collection[RankReport]) -> bool:
+    """Return whether there are some, and Ctrl-C or a signal's handler that calls `sys.exit` ended each one's call."""
+    return bool(ranks) and all(_INTERRUPT.match(str(one.exception)) for one in ranks)
 
 
 def _advice_on_stuck(culprits: Sequence[RankReport], state: Subject) -> Message | str:
@@ -293,7 +314,7 @@ def _further(text: str, cause: Cause, state: Subject, resumed: bool = False, ran
             '`watch()` only observes, or with on_hang="abort" ends the collectives. A guarded call (`safe_all_reduce`, or the '
             'backend "ncclguard") ends on all ranks at its limit, and the program goes on with the tensor as it was.'
         )
-    if resumed or "='evaluation " in text:
+    if resumed or in_evaluation(text):
         return ""
     if cause in (Cause.LOST, Cause.STUCK):
         if state.outside or os.environ.get(lifecycle.RUN_FOLDER):
@@ -433,10 +454,17 @@ _TRY = re.compile(r"='(evaluation .*), (?:beginning of )?try (\d+)'")
 _TORCHS_OWN = re.compile(r"torch/distributed/distributed_c10d\.py:\d+ in ([a-z]\w*)")
 #: How an exception reads of a rank that had no memory, on the device or on the host.
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|\bMemoryError\b", re.IGNORECASE)
+#: How an exception reads that ends a call from outside.
+_INTERRUPT = re.compile(r"(?:KeyboardInterrupt|SystemExit)\b")
 #: How the evidence reads of a process that is known not to have been ended by abort(3).
 _OTHER_END = re.compile(r"killed by (?!SIGABRT)|: exit code \d")
 #: The label of an evaluation that nothing but its number tells from the one before it.
 _BY_NUMBER = re.compile(r" optimizer steps, number \d+ there, beginning of try 1'")
+
+
+def in_evaluation(operation: str) -> bool:
+    """Return whether this is the text of a call of an evaluation, or of one that the program makes in it."""
+    return "='evaluation " in operation
 
 
 def begins_evaluation(operation: str) -> bool:
@@ -632,7 +660,8 @@ def _summary(
     if guarded:
         failed = tr("{operation} failed after {seconds:.3g} s", operation=operation, seconds=waited)
     because = (
-        _alone_to_blame(causes, reports, departed, placed)
+        _all_interrupted(causes, reports, departed, silent)
+        or _alone_to_blame(causes, reports, departed, placed)
         or _because(causes, placed)
         or _repeated(reports, departed, placed)
     )
@@ -731,6 +760,24 @@ def _broken(reports: Mapping[int, Report]) -> Message:
     return joined(", ", told[:SHOWN_ENDS] + more)
 
 
+def _all_interrupted(
+    causes: Mapping[int, Cause], reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Silent
+) -> Message | str:
+    """Say that Ctrl-C has ended every rank, where it has; empty for anything else."""
+    ranks = {*reports, *departed, *silent}
+    if causes.keys() == ranks and all(_raised(r, reports, departed).startswith("KeyboardInterrupt") for r in ranks):
+        return tr("all ranks were ended from outside, with Ctrl-C")
+    return ""
+
+
+def _raised(rank: int, reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> str:
+    """Return the exception with which a rank left, or else that of its call; empty for none."""
+    left, report = departed.get(rank), reports.get(rank)
+    if left is not None and left.cause is Cause.FAILED:
+        return left.text
+    return report.trouble.text if report is not None and report.trouble is not None else ""
+
+
 def _alone_to_blame(
     causes: Mapping[int, Cause], reports: Mapping[int, Report], departed: Mapping[int, Departure], placed: Hosts
 ) -> str:
@@ -738,15 +785,14 @@ def _alone_to_blame(
     if len(causes) != 1:
         return ""
     ((rank, cause),) = causes.items()
-    left, report = departed.get(rank), reports.get(rank)
+    left = departed.get(rank)
     if left is not None and left.terminated:
         if left.text == lifecycle.SENT_SIGTERM:
             return tr("{ranks} was sent SIGTERM", ranks=placed.text([rank]))
         return joined(": ", (placed.text([rank]), left.text))
     if cause is not Cause.FAILED:
         return ""
-    trouble = report.trouble if report is not None else None
-    text = left.text if left is not None and left.cause is Cause.FAILED else trouble.text if trouble is not None else ""
+    text = _raised(rank, reports, departed)
     return tr("{ranks} raised {exception}", ranks=placed.text([rank]), exception=text.rstrip(".。")) if text else ""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ncclguard import lifecycle
 from ncclguard.coordination.group_state import GroupState, OpenCall
-from ncclguard.coordination.incidents import alone, from_json
+from ncclguard.coordination.incidents import alone, from_json, in_evaluation
 from ncclguard.engine.call import Call
 from ncclguard.engine.table import bus_factor
 from ncclguard.outcome import Outcome
@@ -149,7 +149,7 @@ def _lost(state: GroupState, call: Call, sequence: int, started: float, causes: 
     followed = causes.keys() if state.terminated or named else {state.member.rank}
     causes = {rank: cause for rank, cause in causes.items() if rank in named or rank not in followed}
     note = tr("gone since an earlier operation: restart what is gone")
-    if call.operation.needs == NOBODY:
+    if call.operation.needs == NOBODY and not in_evaluation(call.text):
         note = tr('gone since an earlier operation: restart what is gone, or go on without with on_lost="shrink"')
     if not causes:
         note = tr("all ranks were ended from outside, with SIGTERM")

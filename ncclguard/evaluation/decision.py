@@ -372,7 +372,7 @@ class EvaluationReport:
                 "Call each evaluation on all ranks or on none: a rank has left one out. Where there are several at one "
                 "step, nobody can tell which: do not trust the values of those before this one at its step."
             )
-        absent = not self.attempts and last.cause in (Cause.LATE, Cause.DIVERGED, Cause.FAILED)
+        absent = not self.attempts and last.cause in (Cause.LATE, Cause.DIVERGED, Cause.FAILED, Cause.EXITED)
         if self.action is Action.STOP:
             restart = tr("Restart the job from its last checkpoint, after a look at the ranks above.")
             return joined(" ", (restart, _ON_ALL_RANKS)) if absent else restart

@@ -515,7 +515,8 @@ class Evaluation:
                 name=self._label,
                 failed=failed.summary if failed is not None else "",
             )
-            log.warning("%s%s", text, failed.details if failed is not None else "")
+            level = logging.WARNING if self._rank == self._members[0] else logging.INFO  # all ranks say the same
+            log.log(level, "%s%s", text, failed.details if failed is not None else "")
         raise AssertionError("the last try is decided by at_end")
 
     # ------------------------------------------------------------------ one try
@@ -895,6 +896,8 @@ def reported_as(incident: Incident | None) -> str:
     config = current_config()
     if incident is None or (config.report_dir is None and not config.report_panel):
         return ""
+    if incident.agreed and incident.decided_after is None and incident.repeats is None:
+        return ""  # a rank's own, about what has ended before without an incident that names it
     return incident.repeats or incident.id
 
 

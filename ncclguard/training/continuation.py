@@ -152,6 +152,7 @@ class Continuation:
             self._has_begun = True
         else:
             self._join(joins_at)
+        lifecycle.going_on()
         declaration.going_on(self.rank, self.lost, ranks=self.ranks)
 
     def adopt(self, models: Iterable[nn.Module]) -> None:

@@ -253,6 +253,8 @@ def test_who_raises_prints_its_traceback_once_and_the_incident_has_its_stack(kin
         raises_in_each_try, 3, args=[kind], env={"NCCLGUARD_REPORT_DIR": str(tmp_path)}, timeout=90
     ).check()
     assert [rank.output.count("Traceback (most recent call last)") for rank in job] == [0, 1, 0], str(job)
+    tried_again = [rank.output.count("; trying again") for rank in job]
+    assert tried_again == [1 if kind == "memory" else 0, 0, 0], str(job)
     assert "in score" in job[1].output.partition("Traceback (most recent call last)")[2], job[1].output
     (incident,) = (json.loads(file.read_text())["incident"] for file in tmp_path.glob("*.json"))
     (culprit,) = (rank for rank in incident["ranks"] if rank["rank"] == 1)

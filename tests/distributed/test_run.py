@@ -209,6 +209,7 @@ def test_the_example_ends_well_when_rank_0_and_another_are_killed(tmp_path: Path
         epoch = samples[begin : begin + IMAGES]
         assert len(set(epoch)) == len(epoch)
     said = [json.loads(file.read_text())["incident"] for file in (tmp_path / "ncclguard-incidents").glob("*.json")]
+    assert all("The others go on without it" in one["advice"] for one in said)
     told_of = [(one["culprits"], change["ranks"]) for one in said for change in one["afterwards"]]
     assert sorted(told_of) == sorted(([lost], [lost]) for lost in killed)  # each once, also the one that rank 0 wrote
     for lost in killed:

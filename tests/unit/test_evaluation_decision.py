@@ -192,7 +192,7 @@ def test_the_report_refers_to_that_of_the_incident_which_has_the_stacks_and_the_
     assert "what to do: Evaluate with smaller batches" in str(replace(known, failures=(memory,)))
 
 
-@pytest.mark.parametrize("cause", (Cause.DIVERGED, Cause.LATE, Cause.FAILED))
+@pytest.mark.parametrize("cause", (Cause.DIVERGED, Cause.LATE, Cause.FAILED, Cause.EXITED))
 def test_an_evaluation_that_only_some_ranks_call_is_told_to_be_called_on_all(cause: Cause) -> None:
     never = decision.at_opening(NotMet(cause, (1,), incident="5e-0-4.1"), 1, range(2)).failure
     assert never is not None

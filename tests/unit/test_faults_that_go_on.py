@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from ncclguard import lifecycle
 from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.coordination.incidents import goes_on, summarise
 from ncclguard.incident.model import Incident, RankReport
-from ncclguard.protocol.decision import Action, Departure, Verdict
+from ncclguard.protocol.decision import Action, Departure, Trouble, TroubleKind, Verdict
 from ncclguard.watch.coordination import WatchState
 from ncclguard_explain.cause import Cause
 from tests.unit.reports import entered, outside
@@ -137,6 +138,27 @@ def test_the_advice_fits_a_rank_without_memory_and_one_that_came_too_late() -> N
 
 
 @pytest.mark.parametrize(
+    ("raised", "fix", "everyone"),
+    [
+        (("KeyboardInterrupt", "KeyboardInterrupt at train.py:37 in main"), False, True),
+        (("", "KeyboardInterrupt at train.py:37 in main"), False, False),
+        (("SystemExit: 143", "SystemExit: 143"), False, False),
+        (("KeyboardInterrupt", "ValueError at train.py:37 in main: bad batch"), True, False),
+    ],
+)
+def test_nobody_is_told_to_fix_an_interruption(raised: tuple[str, str], fix: bool, everyone: bool) -> None:
+    """Rank 0 is in the call, and rank 1 is not."""
+    trouble = Trouble(TroubleKind.RAISED, raised[0]) if raised[0] else None
+    causes = tuple((rank, Cause.FAILED) for rank, text in enumerate(raised) if text)
+    verdict = Verdict(0, 1, Action.FAIL, Cause.FAILED, causes, (0, 1))
+    left = {1: Departure(1, Cause.FAILED, raised[1])}
+    state = GroupState("0", 0, (0, 1))
+    incident = Incident.from_json(summarise(verdict, {0: entered(0, trouble=trouble)}, left, {}, state))
+    assert ("Fix the exception" in incident.advice, "an interruption" in incident.advice) == (fix, not fix)
+    assert ("all ranks were ended from outside, with Ctrl-C." in incident.summary) == everyone
+
+
+@pytest.mark.parametrize(
     ("how", "aborted", "killed"),
     [
         ("", True, True),
@@ -199,6 +221,30 @@ def test_who_does_not_come_to_an_evaluation_may_not_call_it(name: str) -> None:
     text = f"all_gather_object(67 bytes, name='{name}')"
     advice = incidents._advice(Cause.LATE, SimpleNamespace(guarded=True, outside=False), text)  # type: ignore[arg-type]
     assert ("an evaluation is called on all ranks or on none" in advice) == ("beginning" in name)
+
+
+def test_who_has_left_before_an_evaluation_may_not_call_it() -> None:
+    state: Any = SimpleNamespace(guarded=True, outside=False)
+    for name, told in (("evaluation evaluate() at step 5, beginning of try 1", True), ("loss", False)):
+        advice = str(incidents._advice(Cause.EXITED, state, f"all_gather_object(67 bytes, name='{name}')"))
+        assert ("call it on all ranks, not under `if rank == 0:`" in advice) == told
+
+
+@pytest.mark.parametrize(("in_use", "launched", "goes_on"), [(True, "1", True), (True, "", False), (False, "1", False)])
+def test_what_a_lost_rank_means_for_the_others_is_what_they_can_do(
+    in_use: bool, launched: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "_goes_on", False)
+    monkeypatch.setenv(lifecycle.RUN_FOLDER, launched)
+    if in_use:
+        lifecycle.going_on()
+    state: Any = SimpleNamespace(guarded=True, outside=False)
+    inside = "all_reduce(float32[1], SUM, phase='evaluation evaluate() at step 5, try 1')"
+    for text in ("barrier()", inside):
+        advice = str(incidents._advice(Cause.LOST, state, text))
+        assert ("The others go on without it" in advice) == goes_on
+        assert ('on_lost="checkpoint"' in advice) == (not goes_on and text == inside)
+        assert ('on_lost="shrink"' in advice) == (not goes_on and text != inside)
 
 
 def test_a_rank_of_a_group_outside_the_job_is_started_again_alone() -> None:

@@ -9,8 +9,10 @@ import pytest
 from ncclguard.coordination.group_state import GroupState, OpenCall
 from ncclguard.engine import outcomes
 from ncclguard.engine.call import Call
+from ncclguard.evaluation.runner import reported_as
+from ncclguard.incident.model import Incident
 from ncclguard.outcome import Cause
-from ncclguard.protocol.decision import Action, Operation, Phase, Trouble, TroubleKind
+from ncclguard.protocol.decision import NOBODY, Action, Operation, Phase, Trouble, TroubleKind
 from ncclguard.protocol.member import Entry, Member, Resolution
 from tests.unit.members import ALL, LARGE, SMALL, in_operation, verdict
 
@@ -124,6 +126,24 @@ def test_a_call_after_a_loss_names_neither_itself_nor_those_that_the_launcher_en
     call, missing = Call("all_reduce", 3, 12, True, LARGE), dict(state.member.missing(LARGE))
     outcome = outcomes.not_started(entry, state, call, 2, 0.0, None, missing)
     assert outcome.culprits == culprits
+
+
+@pytest.mark.parametrize(("of", "reported"), [(2, "5e-0-3.0"), (1, "")])
+def test_a_call_after_a_loss_refers_to_the_incident_that_told_of_it(of: int, reported: str) -> None:
+    """What rank 0 says by itself has no report; rank 2 is gone, and an incident of another rank does not tell of it."""
+    state = GroupState("0:cpu", 0, ALL)
+    state.member = in_operation()
+    incident = Incident(
+        id="5e-0-3.0", op="barrier", op_id="0/3", group="0", generation=0, cause=Cause.EXITED, culprits=(of,),
+        agreed=True, deadline_expired=False, attempts=1, participants=ALL, summary="gone", advice="look",
+    )  # fmt: skip
+    state.adopt(replace(verdict(Action.FAIL, departed=((2, Cause.EXITED),)), incident=incident.to_json()), None)
+    for text, advised in (("barrier()", True), ("barrier(name='evaluation e at step 1, beginning of try 1')", False)):
+        operation = replace(LARGE, text=text, needs=NOBODY)
+        call = Call("barrier", 0, 0, True, operation)
+        outcome = outcomes.not_started(Entry.LOST, state, call, 2, 0.0, None, dict(state.member.missing(operation)))
+        assert (outcome.culprits, reported_as(outcome.incident)) == ((2,), reported)
+        assert ('on_lost="shrink"' in str(outcome.incident)) == advised  # an evaluation does not take it
 
 
 # ---------------------------------------------------------------------- calls that returned without a verdict

@@ -13,7 +13,7 @@ from explain_logs import timeout
 from ncclguard.incident.model import Incident
 from ncclguard.incident.report import show
 from ncclguard_explain import Report, explain
-from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_WATCHED, Cause
+from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_INTERRUPTED, ADVICE_WATCHED, Cause
 from ncclguard_explain.language import choose
 
 Explain = Callable[..., Report]
@@ -260,6 +260,21 @@ def test_who_interrupts_a_job_that_hangs_changes_nothing_of_its_incident(explain
     ]
     report = explain_lines(lines)
     assert (report.culprits, report.cause.value) == ((2,), "late")
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "all ranks were ended from outside, with Ctrl-C",
+        "rank 1 (gpu-02) raised KeyboardInterrupt at train.py:22 in step",
+    ],
+)
+def test_the_panel_of_an_interruption_is_of_no_class_of_crashes(why: str, explain_lines: Explain) -> None:
+    said = f"all_reduce(float32[9], SUM) failed after 5.5 s: {why}."
+    panel = of_panel("60e4359b-0-cpu-10.0", said, "cause: failed", f"what to do: {ADVICE_INTERRUPTED}")
+    report = explain_lines(panel)
+    assert (report.decision, report.cause_class) == ("unknown", "unknown")
+    assert report.advice[0] == ADVICE_INTERRUPTED
 
 
 def test_a_healthy_job_that_somebody_interrupts_is_no_incident(explain_lines: Explain) -> None:
