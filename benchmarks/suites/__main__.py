@@ -148,7 +148,10 @@ def main() -> int:
     parser.add_argument(
         "--source", type=Path, help="the checkout that has the suite's tests, where no package has them"
     )
-    parser.add_argument("--out", type=Path, help="write FILE, with .json, and the same with .md; never overwrites one")
+    parser.add_argument(
+        "--out", type=Path,
+        help="write FILE, with .json, and the same with .md; never overwrites one, and goes on with one that was broken off",
+    )  # fmt: skip
     parser.add_argument("--table", action="store_true", help="print the table of all committed results")
     options = parser.parse_args()
     if options.table:
@@ -163,7 +166,8 @@ def main() -> int:
     if repository is not None and options.source is None:
         parser.error(f"--source FOLDER is missing; make it with: git clone {repository.url} FOLDER && "
                      f"git -C FOLDER checkout {repository.commit}")  # fmt: skip
-    if options.out is not None and options.out.exists():
+    earlier = table.broken_off(options.out) if options.out is not None and options.out.exists() else None
+    if earlier is None and options.out is not None and options.out.exists():
         parser.error(f"{options.out} exists and is never overwritten; choose another name")
     job.adopt_orphans()
     ranks, began = options.ranks or suite.ranks[0], datetime.datetime.now(datetime.timezone.utc)
@@ -178,7 +182,8 @@ def main() -> int:
             if any(name in part.prefix for name in options.files) and (part.pytest or options.select in part.name)
         ]
         page, results = "", {"suite": options.name, "backends": backends, "tests": {}}
-        for done, ends in enumerate(run_parts(parts, backends, Path(name), options.select), 1):
+        first = 0 if earlier is None else earlier["parts"][0]
+        for done, ends in enumerate(run_parts(parts[first:], backends, Path(name), options.select), first + 1):
             tests, skipped = table.merged(ends)
             results = {
                 "schema_version": 1, "suite": options.name, "about": suite.about, "ranks": ranks, "backends": backends,
@@ -188,6 +193,7 @@ def main() -> int:
                 "seconds": {backend: round(sum(end["seconds"] for end in by_name.values()), 1) for backend, by_name in ends.items()},
                 "parts": [done, len(parts)], "tests": tests, "skipped": skipped,
             }  # fmt: skip
+            results = results if earlier is None else table.continued(earlier, results)
             page = table.rendered(results)
             if options.out is not None:  # after each part: what is broken off has taken hours
                 options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -121,11 +121,26 @@ def newest(folder: Path = FOLDER / "results") -> list[Results]:
     found: dict[tuple[Any, ...], Results] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: json.loads(path.read_text())["machine"]["day"]):
         results = json.loads(path.read_text(encoding="utf-8"))
-        done, of = results.get("parts", (1, 1))
-        if done < of:  # was broken off
+        if broken_off(path) is not None:
             continue
         found[results["suite"], results["ranks"], results["backends"][1], results["versions"]["torch"]] = results
     return [found[key] for key in sorted(found)]
+
+
+def broken_off(path: Path) -> Results | None:
+    """Return the results of a run that had not done all of its parts, None for one that had."""
+    results: Results = json.loads(path.read_text(encoding="utf-8"))
+    done, of = results.get("parts", (1, 1))
+    return results if done < of else None
+
+
+def continued(earlier: Results, results: Results) -> Results:
+    """Add what a run has done before it was broken off; what it is about is that of the end."""
+    seconds = {backend: round(earlier["seconds"][backend] + took, 1) for backend, took in results["seconds"].items()}
+    skipped = dict(earlier["skipped"])
+    for said, names in results["skipped"].items():
+        skipped[said] = [*skipped.get(said, ()), *names]
+    return {**results, "seconds": seconds, "tests": {**earlier["tests"], **results["tests"]}, "skipped": skipped}
 
 
 def merged(ends: Mapping[str, Mapping[str, dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, list[str]]]:

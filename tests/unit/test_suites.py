@@ -218,3 +218,25 @@ def test_a_suite_of_a_repository_says_how_to_get_it(capsys: Any, monkeypatch: py
 def test_the_page_has_the_newest_table_of_fault_kits() -> None:
     newest = max((table.FOLDER / "results").glob("fault-kits-*.md"))
     assert newest.read_text() in PAGE, "run it anew with: python -m benchmarks.suites.fault_kits --out FILE"
+
+
+def test_a_run_that_was_broken_off_goes_on_and_is_no_result_before(tmp_path: Path) -> None:
+    def results(done: int, tests: dict[str, Any], skipped: dict[str, list[str]], seconds: float) -> dict[str, Any]:
+        return {
+            "suite": "deepspeed", "ranks": 2, "backends": ["gloo", "ncclguard"], "versions": {"torch": "2.13.0"}, "parts": [done, 3],
+            "machine": {"day": "2026-11-28"}, "seconds": {"gloo": seconds, "ncclguard": seconds}, "tests": tests, "skipped": skipped,
+        }  # fmt: skip
+
+    passed = {"gloo": {"end": "passed"}, "ncclguard": {"end": "passed"}}
+    first, rest = (
+        results(1, {"a": passed}, {"no GPU": ["b"]}, 2.5),
+        results(3, {"c": passed}, {"no GPU": ["d"], "slow": ["e"]}, 4.0),
+    )
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(first))
+    assert table.broken_off(file) == first and table.newest(tmp_path) == []
+    whole = table.continued(first, rest)
+    file.write_text(json.dumps(whole))
+    assert table.broken_off(file) is None and table.newest(tmp_path) == [whole]
+    assert (list(whole["tests"]), whole["seconds"]["gloo"]) == (["a", "c"], 6.5)
+    assert whole["skipped"] == {"no GPU": ["b", "d"], "slow": ["e"]}
