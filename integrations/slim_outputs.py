@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ncclguard.torch_compat.groups import register_pytree_node
+from ncclguard_explain.language import told
 
 from .modes import unwrap
 
@@ -69,11 +70,14 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
     ['logits', 'hidden_states']
     """
     if isinstance(drop, str):
-        raise TypeError(f"drop={drop!r} is one string: pass a tuple of names, such as ({drop!r},)")
+        raise TypeError(told("drop={drop} is one string: pass a tuple of names, such as ({drop},)", drop=repr(drop)))
     names = frozenset(drop)
     if names & {"loss", "logits"}:
         raise ValueError(
-            f"drop has {sorted(names & {'loss', 'logits'})}: a slim output consists of these; leave them out"
+            told(
+                "drop has {some}: a slim output consists of these; leave them out",
+                some=sorted(names & {"loss", "logits"}),
+            )
         )
     target = _target(model_or_class)
     unpatch(target)
@@ -162,8 +166,11 @@ def _target(model_or_class: Any) -> Any:
     inner = unwrap(model_or_class)
     if not isinstance(inner, nn.Module):
         raise TypeError(
-            f"{model_or_class!r} is neither a torch.nn.Module nor a class of one: "
-            "pass the model, its class, or what DDP, FSDP, DeepSpeed or torch.compile made of it"
+            told(
+                "{given} is neither a torch.nn.Module nor a class of one: pass the model, its class, or "
+                "what DDP, FSDP, DeepSpeed or torch.compile made of it",
+                given=repr(model_or_class),
+            )
         )
     return inner
 
