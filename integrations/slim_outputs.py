@@ -7,6 +7,7 @@ without the dropped fields, with a `SequenceShape` in place of a tensor whose le
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import types
@@ -18,8 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ncclguard.errors import GuardConfigError
 from ncclguard.torch_compat.groups import register_pytree_node
-from ncclguard_explain.language import told
+from ncclguard_explain.language import joined, say, told, tr
 
 from .modes import unwrap
 
@@ -34,6 +36,14 @@ _FLAGS = {
     "output_attentions": frozenset({"attentions"}),
     "use_cache": _CACHE,
 }
+#: The fields of the outputs of transformers that a misspelt name of `drop` may mean.
+_FIELDS = (
+    *(f"{prefix}{name}" for prefix in ("", "encoder_", "decoder_") for name in ("hidden_states", "attentions")),
+    *("cross_attentions", "encoder_last_hidden_state", "image_hidden_states", "last_hidden_state"),
+    *sorted(_CACHE),
+)
+#: So alike are a field and a slip of the pen; an output of a model's own may be alike too, but less.
+_ALIKE = 0.9
 _DROP = ("hidden_states", "attentions", "past_key_values")
 #: The attribute of a model that has the handles of the hooks that `quiet` made.
 _QUIETED = "_slim_handles"
@@ -55,8 +65,8 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
     ``inputs_embeds`` or ``attention_mask``.
 
     A second call replaces the first. Output types of transformers, plain dicts and dataclasses are slimmed; a tuple is
-    not. Raises TypeError for what is neither a model nor a class of one, and ValueError for a ``drop`` with ``loss`` or
-    ``logits``.
+    not. Raises TypeError for what is neither a model nor a class of one, ValueError for a ``drop`` with ``loss`` or
+    ``logits``, and GuardConfigError for one with a field of transformers misspelt.
 
     >>> import torch
     >>> class Classifier(nn.Module):
@@ -79,6 +89,10 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
                 some=sorted(names & {"loss", "logits"}),
             )
         )
+    for name in sorted(names.difference(_FIELDS)):
+        if near := difflib.get_close_matches(name, _FIELDS, n=1, cutoff=_ALIKE):
+            text = tr("drop has {name}, which no output has", name=repr(name))
+            raise GuardConfigError(say(joined(": ", (text, tr("did you mean {name}?", name=near[0])))))
     target = _target(model_or_class)
     unpatch(target)
     before = vars(target).get("forward")

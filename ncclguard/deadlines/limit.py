@@ -96,7 +96,7 @@ class TimeLimit:
     def __enter__(self) -> Deadline:
         if self.open:
             raise RuntimeError(
-                "this time limit is already entered: call nccl_timeout_handler(...) for every with block"
+                told("this time limit is already entered: call nccl_timeout_handler(...) for every with block")
             )
         self.parent = parent = innermost()
         self.entered = now = time.monotonic()

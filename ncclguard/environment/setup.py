@@ -49,7 +49,7 @@ from ncclguard.environment.network import (
 from ncclguard.environment.versions import Versions, detect_versions, within
 from ncclguard.spelling import hinted
 from ncclguard_explain.host import read_conf, read_file
-from ncclguard_explain.language import Message, joined, tr
+from ncclguard_explain.language import Message, joined, told, tr
 
 Severity = Literal["error", "warning"]
 
@@ -1030,7 +1030,9 @@ def _ethernet(ports: Sequence[Port], reason: str, *, named: bool) -> Profile:
 def choose_profile(name: str, ports: Sequence[Port], versions: Versions) -> Profile:
     """Return the profile of a name, or for "auto" by the active ports. Raises ValueError for an unknown name."""
     if name not in PROFILE_NAMES:
-        raise ValueError(f"profile {name!r} does not exist; it is one of {', '.join(PROFILE_NAMES)}")
+        raise ValueError(
+            told("profile {name} does not exist; it is one of {some}", name=repr(name), some=", ".join(PROFILE_NAMES))
+        )
     if name == "infiniband":
         return _infiniband(ports, "asked for")
     if name == "roce":
