@@ -82,10 +82,10 @@ def _set_mode(model: Model, training: bool) -> Model:
     if not layers:
         raise TypeError(
             told(
-                "{name} is no torch.nn.Module and wraps none under {names}. Pass the model, or what DDP, FSDP, "
+                "{name} is no torch.nn.Module and wraps none under {some}. Pass the model, or what DDP, FSDP, "
                 "DeepSpeed or torch.compile made of it.",
                 name=type(model).__name__,
-                names=", ".join((*_INNER, "model")),
+                some=", ".join((*_INNER, "model")),
             )
         )
     for layer in layers:
