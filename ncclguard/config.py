@@ -95,7 +95,9 @@ def is_time(given: object) -> bool:
     >>> is_time(30), is_time(0), is_time(True)
     (True, False, False)
     """
-    return isinstance(given, (timedelta, numbers.Real)) and not isinstance(given, bool) and given > type(given)()
+    if isinstance(given, timedelta):
+        given = given.total_seconds()
+    return isinstance(given, numbers.Real) and not isinstance(given, bool) and float(given) > 0
 
 
 def _time(value: object) -> object:

@@ -562,7 +562,7 @@ NCCL_VARIABLES: tuple[Variable, ...] = (
     _nccl(
         "NCCL_SOCKET_FAMILY",
         "either, IPv4 first",
-        "Restricts NCCL's sockets to one address family.",
+        tr("Restricts NCCL's sockets to one address family."),
         kind=Kind.CHOICE,
         choices=("AF_INET", "AF_INET6"),
     ),

@@ -420,7 +420,7 @@ _DEBUG_SETTINGS: dict[str, tuple[tuple[str, str, str], ...]] = {
 }
 
 
-def _interface(choice: InterfaceChoice) -> list[tuple[str, str, str]]:
+def _interface(choice: InterfaceChoice) -> Sequence[tuple[str, str, str]]:
     if choice.name is None:
         return []
     settings = [
@@ -434,7 +434,7 @@ def _interface(choice: InterfaceChoice) -> list[tuple[str, str, str]]:
     return settings
 
 
-def _error_handling(ladder: Ladder) -> list[tuple[str, str, str]]:
+def _error_handling(ladder: Ladder) -> Sequence[tuple[str, str, str]]:
     settings = [
         (
             "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -456,7 +456,7 @@ def _error_handling(ladder: Ladder) -> list[tuple[str, str, str]]:
     return settings
 
 
-def _deepspeed(ladder: Ladder, wanted: bool) -> list[tuple[str, str, str]]:
+def _deepspeed(ladder: Ladder, wanted: bool) -> Sequence[tuple[str, str, str]]:
     if not wanted:
         return []
     minutes = -(-int(ladder.process_group.seconds or 0) // 60)
@@ -985,7 +985,7 @@ def _gid_for_roce(ports: Sequence[Port]) -> Gid | None:
 
 
 def _hca_settings(ports: Sequence[Port]) -> list[tuple[str, str, str]]:
-    settings = [
+    settings: list[tuple[str, str, str]] = [
         ("NCCL_IB_DISABLE", "0", tr("RDMA hardware is there and is to be used")),
         ("NCCL_IB_TIMEOUT", "22", tr("about 2 minutes of tries, so that a switch that reroutes does not end the job")),
         ("NCCL_IB_RETRY_CNT", "7", tr("the most tries the hardware takes")),

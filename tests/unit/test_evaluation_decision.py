@@ -224,7 +224,7 @@ def test_an_error_that_another_rank_has_sent_is_told_in_the_readers_language() -
     try:
         assert (
             str(failure)
-            == "第 1 次尝试：调用不一致，rank 1\n    rank 0：all_reduce(float32[]) 在 0.0121 s 后失败：rank 1 的调用与其他 rank 不一致。"
+            == "第 1 次尝试：调用不一致，rank 1\n    rank 0：all_reduce(float32[]) 在 0.0121 s 后失败：rank 1 调用不一致。"
         )
     finally:
         language.choose(None)
