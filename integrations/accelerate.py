@@ -29,7 +29,7 @@ from ncclguard.process_group.redirection import is_redirecting
 from ncclguard.spelling import hinted, refuse_other
 from ncclguard.training import ResilientStep
 from ncclguard.training.step import check_options
-from ncclguard_explain.language import told
+from ncclguard_explain.language import say, told, tr
 
 log = logging.getLogger("ncclguard")
 
@@ -160,7 +160,7 @@ def resilient_step(accelerator: Any, *models: Any, **options: Any) -> Callable[[
     refuse_sharded(accelerator)
     check_options(options)
     if options.get("accumulates"):
-        raise GuardConfigError(_BETWEEN)
+        raise GuardConfigError(say(_BETWEEN))
     kept = options.get("keep", ())
     kept = [kept] if hasattr(kept, "state_dict") else [*kept]
     scaler = [] if accelerator.scaler is None else [accelerator.scaler]
@@ -173,12 +173,16 @@ def refuse_sharded(accelerator: Any) -> None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") or getattr(accelerator, "torch_device_mesh", None) is not None:
         raise GuardConfigError(
-            f"Accelerate has made this {kind}, or on a device mesh, and of what it has made only DDP goes on without a rank: "
-            "use that, or fully_shard and ncclguard.resilient_step(copies=1) without Accelerate's plugin"
+            told(
+                "Accelerate has made this {kind}, or on a device mesh, and of what it has made only DDP goes on "
+                "without a rank: use that, or fully_shard and ncclguard.resilient_step(copies=1) without "
+                "Accelerate's plugin",
+                kind=kind,
+            )
         )
 
 
-_BETWEEN = (
+_BETWEEN = tr(
     "a step ended between two micro-batches of an optimizer's step, of which a lost rank's part cannot be had: have all "
     "of them in the function, `for part in parts: with accelerator.accumulate(model): ...`"
 )
@@ -219,7 +223,7 @@ class _Step(ResilientStep):
                 args = (send_to_device(args[0], accelerator.device), *args[1:])
             result = function(*args, **kwargs)
             if self.trains and not accelerator.sync_gradients:
-                raise GuardConfigError(_BETWEEN)
+                raise GuardConfigError(say(_BETWEEN))
             return result
 
         super().__init__(attempt, *models, **options)
@@ -227,9 +231,11 @@ class _Step(ResilientStep):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.trains and self._loader is None and self._accelerator.gradient_state.in_dataloader:
             raise GuardConfigError(
-                "a step inside an iteration over a prepared dataloader, or behind one that was left by `break`: it deals "
-                "the samples of a lost rank to nobody. Give resilient_step a loader=ncclguard.ElasticLoader(dataset, "
-                "batch_size), which is not prepared"
+                told(
+                    "a step inside an iteration over a prepared dataloader, or behind one that was left by "
+                    "`break`: it deals the samples of a lost rank to nobody. Give resilient_step a "
+                    "loader=ncclguard.ElasticLoader(dataset, batch_size), which is not prepared"
+                )
             )
         return super().__call__(*args, **kwargs)
 

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ncclguard_explain.language import told
+
 Model = TypeVar("Model")
 
 #: Where a wrapper keeps what it wraps: DDP, FSDP 1 and DeepSpeed's engine;
@@ -79,8 +81,12 @@ def _set_mode(model: Model, training: bool) -> Model:
     layers = [layer for layer in _layers(model) if isinstance(layer, nn.Module)]
     if not layers:
         raise TypeError(
-            f"{type(model).__name__} is no torch.nn.Module and wraps none under {', '.join((*_INNER, 'model'))}. "
-            "Pass the model, or what DDP, FSDP, DeepSpeed or torch.compile made of it."
+            told(
+                "{name} is no torch.nn.Module and wraps none under {some}. Pass the model, or what DDP, FSDP, "
+                "DeepSpeed or torch.compile made of it.",
+                name=type(model).__name__,
+                some=", ".join((*_INNER, "model")),
+            )
         )
     for layer in layers:
         layer.train(training)

@@ -7,6 +7,7 @@ without the dropped fields, with a `SequenceShape` in place of a tensor whose le
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import types
@@ -18,7 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ncclguard.errors import GuardConfigError
 from ncclguard.torch_compat.groups import register_pytree_node
+from ncclguard_explain.language import joined, say, told, tr
 
 from .modes import unwrap
 
@@ -33,6 +36,14 @@ _FLAGS = {
     "output_attentions": frozenset({"attentions"}),
     "use_cache": _CACHE,
 }
+#: The fields of the outputs of transformers that a misspelt name of `drop` may mean.
+_FIELDS = (
+    *(f"{prefix}{name}" for prefix in ("", "encoder_", "decoder_") for name in ("hidden_states", "attentions")),
+    *("cross_attentions", "encoder_last_hidden_state", "image_hidden_states", "last_hidden_state"),
+    *sorted(_CACHE),
+)
+#: So alike are a field and a slip of the pen; an output of a model's own may be alike too, but less.
+_ALIKE = 0.9
 _DROP = ("hidden_states", "attentions", "past_key_values")
 #: The attribute of a model that has the handles of the hooks that `quiet` made.
 _QUIETED = "_slim_handles"
@@ -54,8 +65,8 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
     ``inputs_embeds`` or ``attention_mask``.
 
     A second call replaces the first. Output types of transformers, plain dicts and dataclasses are slimmed; a tuple is
-    not. Raises TypeError for what is neither a model nor a class of one, and ValueError for a ``drop`` with ``loss`` or
-    ``logits``.
+    not. Raises TypeError for what is neither a model nor a class of one, ValueError for a ``drop`` with ``loss`` or
+    ``logits``, and GuardConfigError for one with a field of transformers misspelt.
 
     >>> import torch
     >>> class Classifier(nn.Module):
@@ -69,12 +80,19 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
     ['logits', 'hidden_states']
     """
     if isinstance(drop, str):
-        raise TypeError(f"drop={drop!r} is one string: pass a tuple of names, such as ({drop!r},)")
+        raise TypeError(told("drop={drop} is one string: pass a tuple of names, such as ({drop},)", drop=repr(drop)))
     names = frozenset(drop)
     if names & {"loss", "logits"}:
         raise ValueError(
-            f"drop has {sorted(names & {'loss', 'logits'})}: a slim output consists of these; leave them out"
+            told(
+                "drop has {some}: a slim output consists of these; leave them out",
+                some=sorted(names & {"loss", "logits"}),
+            )
         )
+    for name in sorted(names.difference(_FIELDS)):
+        if near := difflib.get_close_matches(name, _FIELDS, n=1, cutoff=_ALIKE):
+            text = tr("drop has {name}, which no output has", name=repr(name))
+            raise GuardConfigError(say(joined(": ", (text, tr("did you mean {name}?", name=near[0])))))
     target = _target(model_or_class)
     unpatch(target)
     before = vars(target).get("forward")
@@ -162,8 +180,11 @@ def _target(model_or_class: Any) -> Any:
     inner = unwrap(model_or_class)
     if not isinstance(inner, nn.Module):
         raise TypeError(
-            f"{model_or_class!r} is neither a torch.nn.Module nor a class of one: "
-            "pass the model, its class, or what DDP, FSDP, DeepSpeed or torch.compile made of it"
+            told(
+                "{given} is neither a torch.nn.Module nor a class of one: pass the model, its class, or "
+                "what DDP, FSDP, DeepSpeed or torch.compile made of it",
+                given=repr(model_or_class),
+            )
         )
     return inner
 

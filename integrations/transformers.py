@@ -28,6 +28,7 @@ from ncclguard.evaluation.state import Restore
 from ncclguard.spelling import refuse_other
 from ncclguard.training import ElasticLoader
 from ncclguard.training.step import check_options
+from ncclguard_explain.language import told
 
 _GUARDS = "_ncclguard_guards"  # attribute of a trainer
 
@@ -79,8 +80,13 @@ def _refuse_hidden(cls: type, mixin: type, method: str) -> None:
     )
     if before and not after:
         raise TypeError(
-            f"{cls.__name__} has {before[-1].__name__} before {mixin.__name__}, whose methods are never called then: write "
-            f"class {cls.__name__}({mixin.__name__}, {before[-1].__name__})"
+            told(
+                "{name} has {other} before {mixin}, whose methods are never called then: write class "
+                "{name}({mixin}, {other})",
+                name=cls.__name__,
+                other=before[-1].__name__,
+                mixin=mixin.__name__,
+            )
         )
 
 
@@ -88,13 +94,20 @@ def _refuse_misspelt(cls: type, name: str) -> None:
     """Raise TypeError for a class with options under a similar name, which nobody would read."""
     for given, value in vars(cls).items():
         if given != name and isinstance(value, Mapping) and difflib.get_close_matches(given, [name], cutoff=0.9):
-            raise TypeError(f"{cls.__name__}.{given} is nothing that its base classes know: did you mean {name}?")
+            raise TypeError(
+                told(
+                    "{name}.{given} is nothing that its base classes know: did you mean {near}?",
+                    name=cls.__name__,
+                    given=given,
+                    near=name,
+                )
+            )
 
 
 def _options_of(holder: Any, name: str) -> dict[str, Any]:
     options = getattr(holder, name)
     if not isinstance(options, Mapping):
-        raise TypeError(f"{name} must be a dict of options, not {type(options).__name__}")
+        raise TypeError(told("{name} must be a dict of options, not {kind}", name=name, kind=type(options).__name__))
     return dict(options)
 
 
@@ -106,9 +119,11 @@ def _are_said(options: Any) -> bool:
 def _training_options(holder: Any) -> dict[str, Any]:
     options = _options_of(holder, "training_options")
     check_options(options, _OF_A_TRAINER)
-    told = options.get("on_change")
-    if not (told is None or callable(told)):
-        raise TypeError(f"on_change must be a function of two numbers of ranks, not {type(told).__name__}")
+    on_change = options.get("on_change")
+    if not (on_change is None or callable(on_change)):
+        raise TypeError(
+            told("on_change must be a function of two numbers of ranks, not {kind}", kind=type(on_change).__name__)
+        )
     return options
 
 
@@ -177,24 +192,34 @@ class ResilientTraining:
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         if lifecycle.is_joining():
             raise GuardConfigError(
-                "a new rank cannot come to the others' place in the loop of a Trainer: leave out --spares and "
-                "--restart-lost, or write the loop with Accelerate, in which new ranks join"
+                told(
+                    "a new rank cannot come to the others' place in the loop of a Trainer: leave out --spares "
+                    "and --restart-lost, or write the loop with Accelerate, in which new ranks join"
+                )
             )
         refuse_sharded(self.accelerator)
         if not hasattr(self, "_run_epoch"):
             raise GuardConfigError(
-                "ResilientTraining takes the Trainer's steps as transformers 5.24 makes them (a method `_run_epoch`), which "
-                "this version does not: take a newer transformers, or write the loop with Accelerate"
+                told(
+                    "ResilientTraining takes the Trainer's steps as transformers 5.24 makes them (a method "
+                    "`_run_epoch`), which this version does not: take a newer transformers, or write the loop "
+                    "with Accelerate"
+                )
             )
         if self.args.train_sampling_strategy not in ("random", "sequential"):
             raise GuardConfigError(
-                "ResilientTraining has its samples in random or sequential order, and not by "
-                f"train_sampling_strategy={self.args.train_sampling_strategy!r}"
+                told(
+                    "ResilientTraining has its samples in random or sequential order, and not by "
+                    "train_sampling_strategy={value}",
+                    value=repr(self.args.train_sampling_strategy),
+                )
             )
         if self.args.include_num_input_tokens_seen != "no":
             raise GuardConfigError(
-                "the Trainer counts tokens in a collective for that only, which does not go on without a lost rank: leave "
-                "include_num_input_tokens_seen out"
+                told(
+                    "the Trainer counts tokens in a collective for that only, which does not go on without a "
+                    "lost rank: leave include_num_input_tokens_seen out"
+                )
             )
         vars(self).pop(_STEPS, None)  # they are of the model as it was wrapped before
         return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -303,9 +328,9 @@ class ResilientTraining:
 
     def _ranks_changed(self: Any, before: int, now: int) -> None:
         self._prints()  # at once, for the line of what is done again
-        told = self.training_options.get("on_change")
-        if told is not None:
-            told(before, now)
+        on_change = self.training_options.get("on_change")
+        if on_change is not None:
+            on_change(before, now)
 
     def _prints(self: Any) -> None:
         """Have the first rank that is left print the Trainer's lines."""
@@ -363,7 +388,12 @@ def _predict(trainer: Any, original: Callable[..., Any], args: tuple[Any, ...], 
     guarded = _guard(trainer, "predict", lambda self, *args, **kwargs: original(*args, **kwargs))
     output = guarded(*args, **kwargs)
     if output is None:
-        raise GuardError(f"{guarded.report}\nThere is no prediction to return; the process groups can still be used.")
+        raise GuardError(
+            told(
+                "{report}\nThere is no prediction to return; the process groups can still be used.",
+                report=guarded.report,
+            )
+        )
     return output
 
 

@@ -90,12 +90,14 @@ def seconds(value: float | timedelta | None, what: str) -> float | None:
 
 
 def is_time(given: object) -> bool:
-    """Return whether this is a time, so that an error can say where a time given for another argument belongs.
+    """Return whether this is a positive time, so that an error can say where a time given for another argument belongs.
 
-    >>> is_time(30), is_time(True)
-    (True, False)
+    >>> is_time(30), is_time(0), is_time(True)
+    (True, False, False)
     """
-    return isinstance(given, (timedelta, numbers.Real)) and not isinstance(given, bool)
+    if isinstance(given, timedelta):
+        given = given.total_seconds()
+    return isinstance(given, numbers.Real) and not isinstance(given, bool) and float(given) > 0
 
 
 def _time(value: object) -> object:

@@ -17,14 +17,14 @@ from pathlib import Path
 from ncclguard_explain.language import CATALOGUES, LANGUAGES, entries_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (ROOT / "explain" / "ncclguard_explain", ROOT / "ncclguard")
+PACKAGES = (ROOT / "explain" / "ncclguard_explain", ROOT / "integrations", ROOT / "ncclguard")
 FUNCTIONS = frozenset({"joined", "told", "tr"})
 #: What is made where it is shown; the texts of all other files may come from another process, and are marked "sent".
 SHOWN = (
     "ncclguard/checksum.py", "ncclguard/config.py", "ncclguard/groups.py", "ncclguard/replicas/",
-    "ncclguard/environment/catalogue.py", "ncclguard/environment/doctor/", "ncclguard/environment/limits.py",
+    "ncclguard/environment/catalogue.py", "ncclguard/environment/doctor/", "ncclguard/environment/env_command.py", "ncclguard/environment/limits.py",
     "ncclguard/environment/network.py", "ncclguard/environment/setup.py", "ncclguard/errors.py", "explain/", "ncclguard/faults/drill",
-    "ncclguard/hang/", "ncclguard/incident/page.py", "ncclguard/incident/templates/", "ncclguard/metrics/control.py",
+    "ncclguard/hang/", "integrations/", "ncclguard/incident/page.py", "ncclguard/incident/templates/", "ncclguard/metrics/control.py",
     "ncclguard/metrics/top_command.py", "ncclguard/process_group/work_queue.py",
 )  # fmt: skip
 #: What the core's messages are made of: sent with them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import difflib
 import errno
 import io
 import os
@@ -111,6 +112,14 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         with speaking_to(file or sys.stdout):
             super().print_help(file)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        known = [str(choice) for choice in action.choices or ()]
+        close = difflib.get_close_matches(str(value), known, n=1)
+        if close and close[0] != str(value):
+            text = tr("invalid choice: {given}: did you mean {name}?", given=repr(value), name=close[0])
+            raise argparse.ArgumentError(action, text)
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         with speaking_to(sys.stderr):

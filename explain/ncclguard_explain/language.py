@@ -280,7 +280,7 @@ _STOPS: Final = frozenset("，。；：、！？（）「」")
 
 
 #: Slots of ranks and hosts with commas between them, for which Chinese has a mark of its own.
-_ENUMERATED: Final = frozenset(["numbers", "some"])
+_ENUMERATED: Final = frozenset(["choices", "numbers", "some"])
 
 
 def _filled(template: str, values: Mapping[str, object]) -> str:

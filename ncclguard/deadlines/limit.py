@@ -25,6 +25,7 @@ from ncclguard.groups import check_group
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import of_incident
 from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import told, tr
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class TimeLimit:
     def __enter__(self) -> Deadline:
         if self.open:
             raise RuntimeError(
-                "this time limit is already entered: call nccl_timeout_handler(...) for every with block"
+                told("this time limit is already entered: call nccl_timeout_handler(...) for every with block")
             )
         self.parent = parent = innermost()
         self.entered = now = time.monotonic()
@@ -442,9 +443,9 @@ def nccl_timeout_handler(seconds: float | timedelta = 1800, group: dist.ProcessG
     ...     print(deadline.remaining() <= 30)
     True
     """
-    limit = config.seconds(seconds, "the limit of nccl_timeout_handler")
+    limit = config.seconds(seconds, tr("the limit of nccl_timeout_handler"))
     if limit is None:
-        raise TypeError("nccl_timeout_handler needs a limit: pass seconds or a timedelta (1800 s is the default)")
+        raise TypeError(told("nccl_timeout_handler needs a limit: pass seconds or a timedelta (1800 s is the default)"))
     return TimeLimit(limit, check_group(group))
 
 

@@ -173,8 +173,10 @@ _ERROR_HANDLING = (
     Variable(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         Reader.TORCH_NCCL,
-        "What the watchdog does when a collective fails or passes the process group's timeout: 0 nothing, 1 abort the "
-        "communicators and end the process, 2 abort and live on, 3 end the process without an abort that may hang.",
+        tr(
+            "What the watchdog does when a collective fails or passes the process group's timeout: 0 nothing, 1 abort the "
+            "communicators and end the process, 2 abort and live on, 3 end the process without an abort that may hang."
+        ),
         _HEADER,
         since="2.2",
         default="3",
@@ -189,14 +191,17 @@ _ERROR_HANDLING = (
         "With 1, wait() blocks the host until the timeout and raises; watchdog and heartbeat monitor are then off.",
     ),
     _switch(
-        "TORCH_NCCL_ENABLE_MONITORING", "1 (0 in 2.2)", "2.2", "The monitor ends a process whose watchdog stands still."
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "1 (0 in 2.2)",
+        "2.2",
+        tr("The monitor ends a process whose watchdog stands still."),
     ),
     _number(
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
         "480 (120 in 2.2, 600 in 2.3 and 2.4)",
         "seconds",
         "2.2",
-        "How long the watchdog may stand still before the heartbeat monitor ends the process.",
+        tr("How long the watchdog may stand still before the heartbeat monitor ends the process."),
         low=1,
     ),
     _switch(
@@ -233,7 +238,7 @@ _RECORDER_VARIABLES = (
     Variable(
         "TORCH_FR_BUFFER_SIZE",
         Reader.TORCH,
-        "How many collectives the flight recorder keeps, 0 for none; since torch 2.8 it records gloo too.",
+        tr("How many collectives the flight recorder keeps, 0 for none; since torch 2.8 it records gloo too."),
         "torch/csrc/distributed/c10d/FlightRecorder.hpp",
         since="2.8",
         default="2000 (0 before 2.11)",
@@ -245,7 +250,7 @@ _RECORDER_VARIABLES = (
     Variable(
         "TORCH_NCCL_TRACE_BUFFER_SIZE",
         Reader.TORCH,
-        "The name of TORCH_FR_BUFFER_SIZE before torch 2.8; ProcessGroupNCCL still looks at it before it dumps.",
+        tr("The name of TORCH_FR_BUFFER_SIZE before torch 2.8; ProcessGroupNCCL still looks at it before it dumps."),
         _HEADER,
         since="2.2",
         default="2000 (0 before 2.11)",
@@ -308,7 +313,7 @@ _RECORDER_VARIABLES = (
         "TORCH_NCCL_DUMP_ON_TIMEOUT",
         "1 (0 before 2.7)",
         "2.2",
-        "Writes the flight recorder's entries to a file when a collective times out or fails.",
+        tr("Writes the flight recorder's entries to a file when a collective times out or fails."),
     ),
     _number(
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
@@ -394,8 +399,10 @@ _OTHER = (
     Variable(
         "GLOO_SOCKET_IFNAME",
         Reader.GLOO,
-        "The interface gloo listens on, and so the address it gives its peers: exact names separated by commas, no "
-        "prefixes, no '^', no '='.",
+        tr(
+            "The interface gloo listens on, and so the address it gives its peers: exact names separated by commas, no "
+            "prefixes, no '^', no '='."
+        ),
         "torch/csrc/distributed/c10d/init.cpp; gloo/transport/tcp/device.cc",
         default="the address that the host's own name resolves to, else loopback",
         read_at="every gloo group",
@@ -545,15 +552,17 @@ NCCL_VARIABLES: tuple[Variable, ...] = (
     _nccl(
         "NCCL_SOCKET_IFNAME",
         "all but lo and docker*",
-        "The interfaces for NCCL's sockets: prefixes separated by commas; a leading '^' excludes, a leading '=' asks "
-        "for exact names.",
+        tr(
+            "The interfaces for NCCL's sockets: prefixes separated by commas; a leading '^' excludes, a leading '=' asks "
+            "for exact names."
+        ),
         "NCCL source, findInterfaces (src/misc/socket.cc, src/os/linux.cc)",
         differs_per_host=True,
     ),
     _nccl(
         "NCCL_SOCKET_FAMILY",
         "either, IPv4 first",
-        "Restricts NCCL's sockets to one address family.",
+        tr("Restricts NCCL's sockets to one address family."),
         kind=Kind.CHOICE,
         choices=("AF_INET", "AF_INET6"),
     ),
@@ -567,7 +576,7 @@ NCCL_VARIABLES: tuple[Variable, ...] = (
     _nccl(
         "NCCL_IB_DISABLE",
         "0",
-        "1 makes NCCL use sockets although InfiniBand or RoCE is there.",
+        tr("1 makes NCCL use sockets although InfiniBand or RoCE is there."),
         kind=Kind.INTEGER,
         low=0,
         high=1,
@@ -575,22 +584,24 @@ NCCL_VARIABLES: tuple[Variable, ...] = (
     _nccl(
         "NCCL_IB_HCA",
         "all active ports",
-        "The adapters to use: prefixes name[:port] separated by commas; '^' in front excludes, '=' is for exact names.",
+        tr(
+            "The adapters to use: prefixes name[:port] separated by commas; '^' in front excludes, '=' is for exact names."
+        ),
         differs_per_host=True,
     ),
     _nccl(
         "NCCL_IB_TIMEOUT",
         "20 (18 before 2.23, 14 before 2.14)",
-        "Exponent of the transport's timeout, 4.096 us x 2^value a try: 20 and 7 tries make about 30 s, 22 2 min.",
+        tr("Exponent of the transport's timeout, 4.096 us x 2^value a try: 20 and 7 tries make about 30 s, 22 2 min."),
         kind=Kind.INTEGER,
         low=1,
         high=31,
     ),
-    _nccl("NCCL_IB_RETRY_CNT", "7", "Tries of the InfiniBand transport.", kind=Kind.INTEGER, low=0, high=7),
+    _nccl("NCCL_IB_RETRY_CNT", "7", tr("Tries of the InfiniBand transport."), kind=Kind.INTEGER, low=0, high=7),
     _nccl(
         "NCCL_IB_GID_INDEX",
         "-1 (found by NCCL; 0 before 2.21)",
-        "The index of the address that RoCE uses on its port; it has to be a RoCE v2 one to cross a router.",
+        tr("The index of the address that RoCE uses on its port; it has to be a RoCE v2 one to cross a router."),
         kind=Kind.INTEGER,
         differs_per_host=True,
     ),
@@ -603,7 +614,9 @@ NCCL_VARIABLES: tuple[Variable, ...] = (
     _nccl(
         "NCCL_BUFFSIZE",
         "4194304",
-        "The buffer of each channel between two peers; more helps long-latency Ethernet; not a limit on message size.",
+        tr(
+            "The buffer of each channel between two peers; more helps long-latency Ethernet; not a limit on message size."
+        ),
         unit="bytes",
         kind=Kind.INTEGER,
         low=4096,
@@ -611,7 +624,7 @@ NCCL_VARIABLES: tuple[Variable, ...] = (
     _nccl(
         "NCCL_P2P_DISABLE",
         "0",
-        "1 forbids direct access between the GPUs of a host, NVLink included.",
+        tr("1 forbids direct access between the GPUs of a host, NVLink included."),
         kind=Kind.INTEGER,
         low=0,
         high=1,
@@ -630,14 +643,14 @@ NCCL_VARIABLES: tuple[Variable, ...] = (
     _nccl(
         "NCCL_DEBUG",
         "none",
-        "What NCCL logs; WARN names the peer of a connection that broke, INFO also shows what it chose at start.",
+        tr("What NCCL logs; WARN names the peer of a connection that broke, INFO also shows what it chose at start."),
         kind=Kind.CHOICE,
         choices=("VERSION", "WARN", "INFO", "ABORT", "TRACE"),
     ),
     _nccl(
         "NCCL_DEBUG_SUBSYS",
         "INIT,BOOTSTRAP,ENV",
-        "Which parts log at INFO; ALL logs every collective, which is much and slow.",
+        tr("Which parts log at INFO; ALL logs every collective, which is much and slow."),
     ),
     _nccl("NCCL_DEBUG_FILE", "standard output", "Where the log goes; %h and %p stand for host and process."),
     _nccl(
@@ -693,7 +706,7 @@ DEEPSPEED_VARIABLES: tuple[Variable, ...] = (
     Variable(
         "DEEPSPEED_TIMEOUT",
         Reader.DEEPSPEED,
-        "Time limit in minutes, not seconds, of the process group that deepspeed.init_distributed creates.",
+        tr("Time limit in minutes, not seconds, of the process group that deepspeed.init_distributed creates."),
         "DeepSpeed, deepspeed/constants.py (since October 2023; default 30, and 10 since August 2026)",
         default="10 or 30",
         unit="minutes",

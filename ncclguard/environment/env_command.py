@@ -19,7 +19,7 @@ from ncclguard.environment.limits import as_table, limits_in_force
 from ncclguard.environment.setup import PROFILE_NAMES, EnvironmentReport, plan_environment
 from ncclguard.errors import GuardConfigError
 from ncclguard_explain.command_line import Parser, described
-from ncclguard_explain.language import say, speaking_to
+from ncclguard_explain.language import beside, say, speaking_to, told, tr
 
 EXIT_CODES = {0: "the variables were printed; what is wrong is on stderr", 2: "a setting cannot be used"}
 EXAMPLES = {
@@ -112,8 +112,8 @@ def render(values: Mapping[str, str], format_name: str, comments: Mapping[str, s
 def explain(name: str, why: str | None = None) -> str:
     """Describe a variable and its source in one sentence; ``why`` is the reason for its value."""
     variable = CATALOGUE[name]
-    reason = f" Here: {why}." if why else ""
-    return f"{variable.sentence}{reason} [{variable.source}]"
+    reason = told("Here: {why}.", why=why) if why else ""
+    return f"{beside(f'{say(variable.sentence)} ', reason).rstrip()} [{variable.source}]"
 
 
 def host_dependent(names: Sequence[str]) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def _values(report: EnvironmentReport) -> dict[str, str]:
 
 def _comments(report: EnvironmentReport, values: dict[str, str]) -> dict[str, str]:
     reasons = {setting.name: setting.why for setting in report.set}
-    reasons.update({entry.name: f"kept, from {entry.origin}" for entry in report.kept})
+    reasons.update({entry.name: tr("kept, from {origin}", origin=entry.origin) for entry in report.kept})
     return {name: explain(name, reasons.get(name)) for name in values}
 
 
@@ -214,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say_limits(report, arguments.format)
     _say_if_emulated()
     values = _values(report)
-    comments = _comments(report, values) if arguments.explain else None
+    with speaking_to(sys.stdout):
+        comments = _comments(report, values) if arguments.explain else None
     print(render(values, arguments.format, comments))
     if comments and arguments.format in UNCOMMENTED_FORMATS:
         for name, text in comments.items():

@@ -49,7 +49,7 @@ from ncclguard.environment.network import (
 from ncclguard.environment.versions import Versions, detect_versions, within
 from ncclguard.spelling import hinted
 from ncclguard_explain.host import read_conf, read_file
-from ncclguard_explain.language import Message, joined, tr
+from ncclguard_explain.language import Message, joined, told, tr
 
 Severity = Literal["error", "warning"]
 
@@ -320,7 +320,7 @@ class Setting(BaseModel, frozen=True):
 
     name: str
     value: str
-    why: str
+    why: Prose
 
 
 class Late(Setting, frozen=True):
@@ -408,53 +408,59 @@ NcclDebug = Literal["warn", "info", "all"]
 RECORDER_ENTRIES = 16384
 
 _DEBUG_SETTINGS: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "warn": (("NCCL_DEBUG", "WARN", "names the peer of a connection that broke"),),
+    "warn": (("NCCL_DEBUG", "WARN", tr("names the peer of a connection that broke")),),
     "info": (
-        ("NCCL_DEBUG", "INFO", "asked for"),
-        ("NCCL_DEBUG_SUBSYS", "INIT,BOOTSTRAP,ENV,NET", "what NCCL chose at start, without a line a collective"),
+        ("NCCL_DEBUG", "INFO", tr("asked for")),
+        ("NCCL_DEBUG_SUBSYS", "INIT,BOOTSTRAP,ENV,NET", tr("what NCCL chose at start, without a line a collective")),
     ),
     "all": (
-        ("NCCL_DEBUG", "INFO", "asked for"),
-        ("NCCL_DEBUG_SUBSYS", "ALL", "asked for; logs every collective"),
+        ("NCCL_DEBUG", "INFO", tr("asked for")),
+        ("NCCL_DEBUG_SUBSYS", "ALL", tr("asked for; logs every collective")),
     ),
 }
 
 
-def _interface(choice: InterfaceChoice) -> list[tuple[str, str, str]]:
+def _interface(choice: InterfaceChoice) -> Sequence[tuple[str, str, str]]:
     if choice.name is None:
         return []
     settings = [
         ("NCCL_SOCKET_IFNAME", f"={choice.name}", choice.evidence),
-        ("GLOO_SOCKET_IFNAME", choice.name, "the same for gloo, which carries the control traffic"),
+        ("GLOO_SOCKET_IFNAME", choice.name, tr("the same for gloo, which carries the control traffic")),
     ]
     if choice.ipv6:
-        settings.append(("NCCL_SOCKET_FAMILY", "AF_INET6", f"the master is reached from {choice.address}"))
+        settings.append(
+            ("NCCL_SOCKET_FAMILY", "AF_INET6", tr("the master is reached from {address}", address=choice.address))
+        )
     return settings
 
 
-def _error_handling(ladder: Ladder) -> list[tuple[str, str, str]]:
+def _error_handling(ladder: Ladder) -> Sequence[tuple[str, str, str]]:
     settings = [
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "a hang outside the guard ends the process at its group's timeout"),
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "the flight recorder's entries are written when that happens"),
-        ("TORCH_FR_BUFFER_SIZE", str(RECORDER_ENTRIES), "the flight recorder keeps the last collectives"),
+        (
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            "3",
+            tr("a hang outside the guard ends the process at its group's timeout"),
+        ),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", tr("the flight recorder's entries are written when that happens")),
+        ("TORCH_FR_BUFFER_SIZE", str(RECORDER_ENTRIES), tr("the flight recorder keeps the last collectives")),
     ]
     if ladder.heartbeat.seconds is not None:
         settings += [
-            ("TORCH_NCCL_ENABLE_MONITORING", "1", "a watchdog that hangs is noticed"),
+            ("TORCH_NCCL_ENABLE_MONITORING", "1", tr("a watchdog that hangs is noticed")),
             (
                 "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
                 str(ladder.proposed_heartbeat),
-                f"more than the process-group timeout ({ladder.process_group.seconds:g} s)",
+                tr("more than the process-group timeout ({seconds:g} s)", seconds=ladder.process_group.seconds),
             ),
         ]
     return settings
 
 
-def _deepspeed(ladder: Ladder, wanted: bool) -> list[tuple[str, str, str]]:
+def _deepspeed(ladder: Ladder, wanted: bool) -> Sequence[tuple[str, str, str]]:
     if not wanted:
         return []
     minutes = -(-int(ladder.process_group.seconds or 0) // 60)
-    return [("DEEPSPEED_TIMEOUT", str(minutes), "the process-group timeout, in minutes, for DeepSpeed's own call")]
+    return [("DEEPSPEED_TIMEOUT", str(minutes), tr("the process-group timeout, in minutes, for DeepSpeed's own call"))]
 
 
 def make_plan(
@@ -475,7 +481,7 @@ def make_plan(
     wanted = [
         *_interface(choice),
         *profile.settings,
-        ("NCCL_P2P_DISABLE", "0", "the default: GPUs of a host talk directly"),
+        ("NCCL_P2P_DISABLE", "0", tr("the default: GPUs of a host talk directly")),
         *_error_handling(ladder),
         *_DEBUG_SETTINGS[nccl_debug],
         *_deepspeed(ladder, deepspeed),
@@ -657,7 +663,7 @@ def plan_environment(
     )
     carried = translate(theirs, situation.versions)
     plan = tuple(setting for setting in plan if setting.name not in carried) + tuple(
-        Setting(name=new, value=value, why=f"the value of the deprecated {old}")
+        Setting(name=new, value=value, why=tr("the value of the deprecated {name}", name=old))
         for new, (old, value) in sorted(carried.items())
     )
     done, kept, late = _apply(environ, plan, written, read_conf(theirs), may_be_late=live)
@@ -956,7 +962,7 @@ class Profile(BaseModel, frozen=True):
     name: str
     reason: str
     ports: tuple[str, ...] = ()
-    settings: tuple[tuple[str, str, str], ...] = ()
+    settings: tuple[tuple[str, str, Prose], ...] = ()
     trouble: str | None = None
 
 
@@ -979,14 +985,14 @@ def _gid_for_roce(ports: Sequence[Port]) -> Gid | None:
 
 
 def _hca_settings(ports: Sequence[Port]) -> list[tuple[str, str, str]]:
-    settings = [
-        ("NCCL_IB_DISABLE", "0", "RDMA hardware is there and is to be used"),
-        ("NCCL_IB_TIMEOUT", "22", "about 2 minutes of tries, so that a switch that reroutes does not end the job"),
-        ("NCCL_IB_RETRY_CNT", "7", "the most tries the hardware takes"),
+    settings: list[tuple[str, str, str]] = [
+        ("NCCL_IB_DISABLE", "0", tr("RDMA hardware is there and is to be used")),
+        ("NCCL_IB_TIMEOUT", "22", tr("about 2 minutes of tries, so that a switch that reroutes does not end the job")),
+        ("NCCL_IB_RETRY_CNT", "7", tr("the most tries the hardware takes")),
     ]
     if ports:
         names = ",".join(port.name for port in ports)
-        settings.insert(1, ("NCCL_IB_HCA", f"={names}", "the active ports, by exact name"))
+        settings.insert(1, ("NCCL_IB_HCA", f"={names}", tr("the active ports, by exact name")))
     return settings
 
 
@@ -1008,21 +1014,27 @@ def _roce(ports: Sequence[Port], reason: str, versions: Versions) -> Profile:
         if gid is None:
             trouble = tr("no RoCE v2 address with an IPv4 in it is at the same index of all ports")
         else:
-            settings.append(("NCCL_IB_GID_INDEX", str(gid.index), f"the {gid.kind} address; NCCL {nccl} takes index 0"))
+            settings.append(
+                (
+                    "NCCL_IB_GID_INDEX",
+                    str(gid.index),
+                    tr("the {kind} address; NCCL {version} takes index 0", kind=gid.kind, version=nccl),
+                )
+            )
     names = tuple(port.name for port in used)
     return Profile(name="roce", reason=reason, ports=names, settings=tuple(settings), trouble=trouble)
 
 
 def _ethernet(ports: Sequence[Port], reason: str, *, named: bool) -> Profile:
     unused = [port.name for port in ports if port.active and port.layer in ("InfiniBand", "Ethernet")]
-    disable = ("1", f"profile ethernet leaves {', '.join(unused)} aside") if named and unused else None
-    value, why = disable or ("0", "the default: RDMA is used where it is there")
+    disable = ("1", tr("profile ethernet leaves {some} aside", some=", ".join(unused))) if named and unused else None
+    value, why = disable or ("0", tr("the default: RDMA is used where it is there"))
     return Profile(
         name="ethernet",
         reason=reason,
         settings=(
             ("NCCL_IB_DISABLE", value, why),
-            ("NCCL_BUFFSIZE", "8388608", "8 MiB a channel keep a TCP connection with latency full"),
+            ("NCCL_BUFFSIZE", "8388608", tr("8 MiB a channel keep a TCP connection with latency full")),
         ),
     )
 
@@ -1030,7 +1042,9 @@ def _ethernet(ports: Sequence[Port], reason: str, *, named: bool) -> Profile:
 def choose_profile(name: str, ports: Sequence[Port], versions: Versions) -> Profile:
     """Return the profile of a name, or for "auto" by the active ports. Raises ValueError for an unknown name."""
     if name not in PROFILE_NAMES:
-        raise ValueError(f"profile {name!r} does not exist; it is one of {', '.join(PROFILE_NAMES)}")
+        raise ValueError(
+            told("profile {name} does not exist; it is one of {some}", name=repr(name), some=", ".join(PROFILE_NAMES))
+        )
     if name == "infiniband":
         return _infiniband(ports, "asked for")
     if name == "roce":

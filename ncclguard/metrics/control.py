@@ -27,7 +27,7 @@ from typing import Any
 from ncclguard.arguments import seconds_or_zero
 from ncclguard.metrics.settings import SETTINGS
 from ncclguard_explain.command_line import Parser, described
-from ncclguard_explain.language import tr
+from ncclguard_explain.language import say, speaking_to, told, tr
 
 log = logging.getLogger("ncclguard")
 
@@ -251,7 +251,7 @@ def first_answer(ranks: dict[int, Path], question: dict[str, Any]) -> tuple[Path
             if not isinstance(error.__cause__, (OSError, ValueError)):
                 raise  # it answered, with a refusal
             unanswered = error
-    raise unanswered or ControlError("the job has no rank on this host")
+    raise unanswered or ControlError(tr("the job has no rank on this host"))
 
 
 def _sockets() -> Iterator[tuple[str, int, Path]]:
@@ -284,7 +284,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         path, answer = first_answer(ranks, {"command": "set", "values": values})
         return _wait(job, path, int(answer["proposal"]), values, options.wait)
     except (ControlError, ValueError) as error:
-        print(f"ncclguard set: {error}", file=sys.stderr)
+        with speaking_to(sys.stderr):
+            print(
+                f"ncclguard set: {say(error.text if isinstance(error, ControlError) else str(error))}", file=sys.stderr
+            )
         return 2
 
 
@@ -313,14 +316,20 @@ def _assignment(text: str) -> tuple[str, float | None]:
     name, equals, value = text.partition("=")
     if not equals or name not in SETTINGS:
         raise ValueError(
-            f"{text!r} cannot be set in a running job: write NAME=VALUE, with one of {', '.join(SETTINGS)}"
+            told(
+                "{setting} cannot be set in a running job: write NAME=VALUE, with one of {some}",
+                setting=repr(text),
+                some=", ".join(SETTINGS),
+            )
         )
     if value.lower() == "none":
         return name, None
     try:
         return name, float(value.replace("_", ""))
     except ValueError:
-        raise ValueError(f"{text!r} has no number: write for example {name}=900, or {name}=none") from None
+        raise ValueError(
+            told("{setting} has no number: write for example {name}=900, or {name}=none", setting=repr(text), name=name)
+        ) from None
 
 
 def build_parser() -> argparse.ArgumentParser:

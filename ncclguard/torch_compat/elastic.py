@@ -29,6 +29,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher import api as launcher
 
+from ncclguard_explain.language import told
+
 log = logging.getLogger("ncclguard")
 
 #: Keys in the agents' store, for each host: its ranks, and, once they have ended, the ranks that took part then.
@@ -311,7 +313,9 @@ def configured(arguments: Any) -> tuple[int, Any, list[Any]]:
 def check_script(arguments: Any) -> None:
     """Raise ValueError where the script is no file: each rank would say so, and then torch at length."""
     if not (arguments.module or arguments.no_python or arguments.run_path or Path(arguments.training_script).exists()):
-        raise ValueError(f"there is no file {arguments.training_script} here: give a script, or -m and a module")
+        raise ValueError(
+            told("there is no file {path} here: give a script, or -m and a module", path=arguments.training_script)
+        )
 
 
 def store_address(arguments: Any) -> tuple[str, int]:

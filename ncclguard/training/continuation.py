@@ -162,12 +162,16 @@ class Continuation:
                 continue
             if getattr(wrapper.process_group, "whole", wrapper.process_group) is not self.group:
                 raise GuardConfigError(
-                    "a DistributedDataParallel of another process group cannot go on without a rank: make it on the "
-                    "group of resilient_step, which init_process_group gives"
+                    told(
+                        "a DistributedDataParallel of another process group cannot go on without a rank: make it "
+                        "on the group of resilient_step, which init_process_group gives"
+                    )
                 )
             obstacle = torch_compat.ddp_stays(wrapper)
             if obstacle:
-                raise GuardConfigError(f"a DistributedDataParallel cannot go on without a rank: {obstacle}")
+                raise GuardConfigError(
+                    told("a DistributedDataParallel cannot go on without a rank: {obstacle}", obstacle=obstacle)
+                )
             self._wrappers.append(wrapper)
             if self.taking_part is not self.group:
                 torch_compat.move_ddp(wrapper, self.taking_part)
@@ -189,7 +193,7 @@ class Continuation:
             return kept
         if not _knows_shards():
             if copies or load is not None:
-                raise GuardConfigError("copies and load are for sharded models (fully_shard): leave them out")
+                raise GuardConfigError(told("copies and load are for sharded models (fully_shard): leave them out"))
             return None
         from ncclguard.training import shards
 
@@ -363,7 +367,7 @@ class Continuation:
         end = time.monotonic() + (self._timeout or JOIN_WITHIN)
         current, invitation = runtime.current(), None
         if not current.monitor.session_ready.wait(KNOWN_WITHIN):
-            raise GuardError(f"the store has not answered in {KNOWN_WITHIN:.0f} s")
+            raise GuardError(told("the store has not answered in {seconds:.0f} s", seconds=KNOWN_WITHIN))
         while True:
             monitor = current.monitor
             place = int(os.environ.get(declaration.PLACE, "0"))
@@ -408,7 +412,7 @@ class Continuation:
                 present = self._meet(f"take in rank {newcomer} before step {calls}", WELCOME_WITHIN)
                 survivors = [rank for rank in present if rank != newcomer]
                 if len(survivors) < self._min_ranks or not survivors:
-                    raise GuardError(f"{ranks_text(present)} are left, fewer than min_ranks")
+                    raise GuardError(told("{ranks} are left, fewer than min_ranks", ranks=ranks_text(present)))
                 self._move(present)
                 for shards in self._shards:
                     shards.begins_anew(newcomer)
@@ -430,7 +434,9 @@ class Continuation:
             for wrapper in self._wrappers:
                 torch_compat.move_ddp(wrapper, self.taking_part)
             return
-        raise GuardError(f"the ranks could not meet rank {newcomer} in {MEETINGS} tries")
+        raise GuardError(
+            told("the ranks could not meet rank {newcomer} in {count} tries", newcomer=newcomer, count=MEETINGS)
+        )
 
     def _hand_over(self, newcomer: int, source: int) -> None:
         def broadcast(tensor: torch.Tensor) -> None:
@@ -454,7 +460,12 @@ class Continuation:
                 break
         else:
             raise joining.NotGiven(
-                f"the state of rank {source} did not arrive at rank {newcomer} as it was sent, {joining.TRIES} times"
+                told(
+                    "the state of rank {source} did not arrive at rank {newcomer} as it was sent, {count} times",
+                    source=source,
+                    newcomer=newcomer,
+                    count=joining.TRIES,
+                )
             )
         if state is not None:
             self.lost, self._waiting.places = list(state["lost"]), state["places"]
@@ -463,7 +474,9 @@ class Continuation:
                 if name in own:
                     own[name].take_state(said)
                 elif said["models"] or said["shards"]:
-                    raise GuardError(f"the others train in {name}, which the new rank does not have: make it alike")
+                    raise GuardError(
+                        told("the others train in {name}, which the new rank does not have: make it alike", name=name)
+                    )
         self.group.barrier().wait()
 
     def _state(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ncclguard.checksum import checksum
 from ncclguard.coordination.liveness import Identity, Sight, host_key, look_here
 from ncclguard.coordination.store import AgreementStore, Entries, Stored
 from ncclguard.errors import GuardError
+from ncclguard_explain.language import told, tr
 
 #: Bytes of the state that one broadcast carries.
 PIECE = 32 << 20
@@ -230,17 +231,26 @@ class Asking:
         """
         while not self.invited.wait(0.1):
             if trouble():
-                raise GuardError(f"rank {self._note.rank} cannot join the others: {trouble()}")
+                raise GuardError(
+                    told("rank {rank} cannot join the others: {trouble}", rank=self._note.rank, trouble=trouble())
+                )
             if time.monotonic() > end:
                 raise GuardError(
-                    f"rank {self._note.rank} has waited in vain to join the others at {self._note.step}: "
-                    "that is where they must come to again and again, while a rank is missing"
+                    told(
+                        "rank {rank} has waited in vain to join the others at {step}: that is where they must "
+                        "come to again and again, while a rank is missing",
+                        rank=self._note.rank,
+                        step=self._note.step,
+                    )
                 )
             wake()
         if self._taken:
             raise PlaceTaken(
-                f"rank {self._note.rank} cannot join the others: a process of another host has taken its place; "
-                "nothing is to be done"
+                told(
+                    "rank {rank} cannot join the others: a process of another host has taken its place; nothing "
+                    "is to be done",
+                    rank=self._note.rank,
+                )
             )
         return self._invitation
 
@@ -302,10 +312,15 @@ def take_model_state(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     here, there = ({name: tuple(value.shape) for name, value in one.items()} for one in (own, state))
     odd = next((name for name in [*there, *here] if here.get(name) != there.get(name)), None)
     if odd is not None:
-        shapes = [str(found[odd]) if odd in found else "not there" for found in (here, there)]
+        shapes = [str(found[odd]) if odd in found else tr("not there") for found in (here, there)]
         raise GuardError(
-            f"the model of the new rank is not that of the others: {odd} is {shapes[0]} here and {shapes[1]} on them; make it "
-            "alike on all ranks"
+            told(
+                "the model of the new rank is not that of the others: {odd} is {here} here and {there} on "
+                "them; make it alike on all ranks",
+                odd=odd,
+                here=shapes[0],
+                there=shapes[1],
+            )
         )
     with torch.no_grad():
         for name, value in state.items():
@@ -409,7 +424,9 @@ def send(state: Callable[[], Any], broadcast: Broadcast) -> int:
         pickler.dump(state())
     except Exception as error:
         broadcast(torch.tensor([-1, 0, 0, 0]))
-        raise NotGiven(f"its state cannot be given to a new rank: {type(error).__name__}: {error}") from error
+        raise NotGiven(
+            told("its state cannot be given to a new rank: {kind}: {error}", kind=type(error).__name__, error=error)
+        ) from error
     described = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
     total = sum(tensor.numel() * tensor.element_size() for tensor in pickler.tensors)
     sums, filled = [checksum(described)], 0
@@ -488,7 +505,9 @@ def _lengths(broadcast: Broadcast) -> tuple[int, int, torch.Tensor]:
     lengths = torch.zeros(4, dtype=torch.int64)
     broadcast(lengths)
     if int(lengths[0]) < 0:
-        raise NotGiven("the state that is there cannot be given to a new rank: see the log of the first that goes on")
+        raise NotGiven(
+            told("the state that is there cannot be given to a new rank: see the log of the first that goes on")
+        )
     return int(lengths[0]), int(lengths[1]), lengths[2:]
 
 

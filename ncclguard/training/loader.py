@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ncclguard_explain.language import told
+
 
 class ElasticLoader:
     """Batches out of an endless sequence of epochs, each a permutation of the data set, shared by the ranks.
@@ -32,20 +34,33 @@ class ElasticLoader:
         self, dataset: Dataset[Any], batch_size: int, *, seed: int = 0, shuffle: bool = True, **options: Any
     ) -> None:
         if isinstance(dataset, DataLoader):
-            raise TypeError("ElasticLoader takes the data set itself, not a DataLoader: give loader.dataset")
+            raise TypeError(told("ElasticLoader takes the data set itself, not a DataLoader: give loader.dataset"))
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise TypeError(
-                f"ElasticLoader takes a data set with a length and samples by number, not {type(dataset).__name__}: put its "
-                "samples into a list"
+                told(
+                    "ElasticLoader takes a data set with a length and samples by number, not {kind}: put its "
+                    "samples into a list",
+                    kind=type(dataset).__name__,
+                )
             )
         if isinstance(batch_size, bool) or not isinstance(batch_size, int):
-            raise TypeError(f"batch_size must be a whole number, not {type(batch_size).__name__}: give for example 32")
+            raise TypeError(
+                told(
+                    "batch_size must be a whole number, not {kind}: give for example 32", kind=type(batch_size).__name__
+                )
+            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.position = 0
         self._length = len(dataset)
         if self._length < 1 or batch_size < 1:
-            raise ValueError(f"{self._length} samples in batches of {batch_size}: there must be at least 1 of both")
+            raise ValueError(
+                told(
+                    "{count} samples in batches of {batch_size}: there must be at least 1 of both",
+                    count=self._length,
+                    batch_size=batch_size,
+                )
+            )
         self._seed, self._shuffle = seed, shuffle
         # An iterator draws a seed for its workers when it begins, which must not shift the program's random numbers.
         self._options = {"generator": torch.Generator().manual_seed(seed), **options}

@@ -34,7 +34,7 @@ from ncclguard.coordination.liveness import host_key
 from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.torch_compat import sharding
-from ncclguard_explain.language import told
+from ncclguard_explain.language import joined, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
@@ -231,11 +231,13 @@ class Shards:
         for model in models:
             found = sharding.obstacle(model, group)
             if found:
-                raise GuardConfigError(f"{type(model).__name__} cannot go on without a rank: {found}")
+                raise GuardConfigError(
+                    told("{name} cannot go on without a rank: {obstacle}", name=type(model).__name__, obstacle=found)
+                )
             if sharding.mesh_of([model]).shape != sharding.mesh_of(models).shape:
-                raise GuardConfigError("sharded models of one step have meshes of one shape: make them alike")
+                raise GuardConfigError(told("sharded models of one step have meshes of one shape: make them alike"))
         if not optimizers:
-            raise GuardConfigError("a sharded model goes on with its optimizer: give that to resilient_step too")
+            raise GuardConfigError(told("a sharded model goes on with its optimizer: give that to resilient_step too"))
         self._group = group
         self._copies, self._load = copies, load
         for one in (one for model in models for one in sharding.groups_of(model)):
@@ -249,8 +251,10 @@ class Shards:
             for each in (p for one in optimizer.param_groups for p in one["params"]):
                 if id(each) not in known:
                     raise GuardConfigError(
-                        "the optimizer has a parameter that is in none of the models: make it after fully_shard, of "
-                        "model.parameters()"
+                        told(
+                            "the optimizer has a parameter that is in none of the models: make it after "
+                            "fully_shard, of model.parameters()"
+                        )
                     )
         self._members = torch_compat.group_ranks(group)
         self._rank = self._members[group.rank()]
@@ -317,7 +321,7 @@ class Shards:
         It is the same on all members, between two steps; what one of them says will do.
         """
         if self._fixed is None or self._moving is None:
-            raise GuardError("there are no copies yet: call settle before a rank is taken in")
+            raise GuardError(told("there are no copies yet: call settle before a rank is taken in"))
         return {
             "tensors": (self._fixed.layout.tensors, self._moving.layout.tensors),
             "kept_by": self._moving.kept_by,
@@ -367,11 +371,22 @@ class Shards:
                         into.tensors.append(Sharded(number, key, tuple(value.shape), value.dtype))
                         into.parts.append(sharding.local(value))
                         if not sharding.on_first_dimension(value):
-                            raise GuardConfigError(f"{key} of the optimizer's state is sharded as {value.placements}")
+                            raise GuardConfigError(
+                                told(
+                                    "{key} of the optimizer's state is sharded as {placements}",
+                                    key=key,
+                                    placements=value.placements,
+                                )
+                            )
                     elif isinstance(value, torch.Tensor) and value.numel() > 1 and not sharding.is_whole(value):
                         raise GuardConfigError(
-                            f"{key} of the optimizer's state is a plain tensor of {tuple(value.shape)} for a parameter "
-                            "that is sharded, so nobody knows which rows it is of: use an optimizer of torch.optim"
+                            told(
+                                "{key} of the optimizer's state is a plain tensor of {shape} for a parameter "
+                                "that is sharded, so nobody knows which rows it is of: use an optimizer of "
+                                "torch.optim",
+                                key=key,
+                                shape=tuple(value.shape),
+                            )
                         )
         return fixed, moving
 
@@ -671,13 +686,17 @@ class Shards:
     ) -> None:
         """Nobody has some of the shards: load a checkpoint, on all alike."""
         if self._load is None:
-            kept = "; ".join(
-                f"rank {rank} kept that of {ranks_text(ranks)}, damaged" for rank, ranks in damaged.items()
+            kept = [
+                tr("rank {rank} kept that of {ranks}, damaged", rank=rank, ranks=ranks_text(ranks))
+                for rank, ranks in damaged.items()
+            ]
+            text = told(
+                "the shards of {ranks} are lost, with all copies of them ({copies}): start again from a checkpoint; give "
+                "load=, a function that loads the newest one, to go on from it in place",
+                ranks=ranks_text(missing),
+                copies=joined("; ", (f"copies={self._copies}", *kept)),
             )
-            raise GuardError(
-                f"the shards of {ranks_text(missing)} are lost, with all copies of them (copies={self._copies}{'; ' if kept else ''}{kept}): start "
-                "again from a checkpoint; give load=, a function that loads the newest one, to go on from it in place"
-            )
+            raise GuardError(text)
         log.warning(
             "ncclguard: %s",
             told("the shards of {ranks} are lost with all copies: a checkpoint is loaded", ranks=ranks_text(missing)),
@@ -717,8 +736,10 @@ def _become_part(group: Any, whole: GuardedProcessGroup) -> None:
         return
     if not (isinstance(group, GuardedProcessGroup) and type(group).one_by_one and type(whole).one_by_one):
         raise GuardConfigError(
-            'a model with replicas (HSDP) goes on without a rank on the backend "ncclguard" only: call '
-            'init_process_group("ncclguard"), and init_device_mesh without another backend'
+            told(
+                'a model with replicas (HSDP) goes on without a rank on the backend "ncclguard" only: call '
+                'init_process_group("ncclguard"), and init_device_mesh without another backend'
+            )
         )
     group.become_part(whole, torch_compat.group_ranks(group))
 
@@ -781,11 +802,15 @@ def wanted(models: Sequence[nn.Module], copies: int, load: Callable[[], object] 
     """Return whether these models are sharded; raises GuardConfigError where a lost shard has no rule."""
     sharded = [model for model in models if sharding.shards_parameters(model)]
     if not sharded and (copies or load is not None):
-        raise GuardConfigError("copies and load are for sharded models (fully_shard): leave them out")
+        raise GuardConfigError(told("copies and load are for sharded models (fully_shard): leave them out"))
     alone = [model for model in sharded if sharding.replicas(model) == 1]
     if alone and not copies and load is None:
         raise GuardConfigError(
-            f"{type(alone[0]).__name__} is sharded: a rank that is lost takes its shard with it. Give copies=1, so that "
-            "its neighbour has a copy, or load=, a function that loads the newest checkpoint; or replicate it (HSDP)"
+            told(
+                "{name} is sharded: a rank that is lost takes its shard with it. Give copies=1, so that its "
+                "neighbour has a copy, or load=, a function that loads the newest checkpoint; or replicate it "
+                "(HSDP)",
+                name=type(alone[0]).__name__,
+            )
         )
     return bool(sharded)

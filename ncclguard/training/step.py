@@ -69,24 +69,40 @@ def refuse_foreign(*given: Any, copies: int = 0) -> None:
         kinds = type(each).__mro__
         if zero.is_one(each) and not copies:
             raise GuardConfigError(
-                "ZeroRedundancyOptimizer has each parameter's state on one rank only, and a rank that is lost takes it with "
-                'it: give copies=1 to resilient_step, so that its neighbour has a copy, or on_lost="fail"'
+                told(
+                    "ZeroRedundancyOptimizer has each parameter's state on one rank only, and a rank that is "
+                    "lost takes it with it: give copies=1 to resilient_step, so that its neighbour has a copy, "
+                    'or on_lost="fail"'
+                )
             )
         if any(kind.__module__.partition(".")[0] == "deepspeed" for kind in kinds):
             raise GuardConfigError(
-                f"DeepSpeed's {kinds[0].__name__} keeps the number of ranks, its partitions and a process group of its "
-                'own from when it was made: use fully_shard with copies=1, or on_lost="fail"'
+                told(
+                    "DeepSpeed's {name} keeps the number of ranks, its partitions and a process group of its own "
+                    'from when it was made: use fully_shard with copies=1, or on_lost="fail"',
+                    name=kinds[0].__name__,
+                )
             )
         if any(kind.__module__.partition(".")[0] == "accelerate" for kind in kinds):
             raise GuardConfigError(
-                f"{kinds[0].__name__}: Accelerate counts the ranks itself, and has to learn of a lost one: decorate with "
-                "resilient_step(accelerator, model, optimizer) of ncclguard.integrations.accelerate"
+                told(
+                    "{name}: Accelerate counts the ranks itself, and has to learn of a lost one: decorate with "
+                    "resilient_step(accelerator, model, optimizer) of ncclguard.integrations.accelerate",
+                    name=kinds[0].__name__,
+                )
             )
 
 
 def _check_whole(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise GuardConfigError(f"{name} is {value!r}: it must be a whole number, at least {least}")
+        raise GuardConfigError(
+            told(
+                "{name} is {value}: it must be a whole number, at least {least}",
+                name=name,
+                value=repr(value),
+                least=least,
+            )
+        )
 
 
 class ResilientStep:
@@ -125,11 +141,13 @@ class ResilientStep:
         check_on_difference(on_difference)
         for name, called in (("on_change", on_change), ("load", load)):
             if called is not None and not callable(called):
-                raise GuardConfigError(f"{name} is {called!r}: it must be a function")
+                raise GuardConfigError(told("{name} is {value}: it must be a function", name=name, value=repr(called)))
         if accumulates and (copies or load is not None):
             raise GuardConfigError(
-                "a lost rank's part of accumulated gradients cannot be had: have all backwards of an optimizer's step "
-                "in the function, without accumulates"
+                told(
+                    "a lost rank's part of accumulated gradients cannot be had: have all backwards of an "
+                    "optimizer's step in the function, without accumulates"
+                )
             )
         if on_lost not in ("continue", "fail"):
             raise GuardConfigError(told('on_lost must be "continue" or "fail", got {value}', value=repr(on_lost)))
@@ -141,7 +159,9 @@ class ResilientStep:
         self._optimizers = several(optimizer, torch.optim.Optimizer, "optimizer", "resilient_step")
         if loader is not None and not hasattr(loader, "take"):
             raise GuardConfigError(
-                f"loader is a {type(loader).__name__}: make it an ncclguard.ElasticLoader of its data set"
+                told(
+                    "loader is a {kind}: make it an ncclguard.ElasticLoader of its data set", kind=type(loader).__name__
+                )
             )
         self._loader = loader
         several_kept = isinstance(keep, Iterable) and not hasattr(keep, "state_dict")
@@ -149,7 +169,10 @@ class ResilientStep:
         for kept in self._kept:
             if not hasattr(kept, "state_dict") or not hasattr(kept, "load_state_dict"):
                 raise GuardConfigError(
-                    f"keep has a {type(kept).__name__}: it takes what has a state_dict, one or several, such as a scheduler"
+                    told(
+                        "keep has a {kind}: it takes what has a state_dict, one or several, such as a scheduler",
+                        kind=type(kept).__name__,
+                    )
                 )
         self._on_change = on_change
         self._continues = on_lost == "continue"
@@ -201,7 +224,7 @@ class ResilientStep:
         if going is None or going.group not in torch_compat.known_groups():
             going = self._continuation = self._begin()
         if self._inside:
-            raise GuardError("a resilient step cannot contain itself: call the function that it was made of")
+            raise GuardError(told("a resilient step cannot contain itself: call the function that it was made of"))
         if going is not None and going.running and not self.trains:
             return self._function(*args, **kwargs)  # a part of a step that survives or fails as a whole
         self._inside = True
@@ -283,13 +306,20 @@ class ResilientStep:
             return None
         if not isinstance(group, GuardedProcessGroup):
             raise GuardConfigError(
-                'resilient_step goes on without a rank on groups of the backends "ncclguard" and "ncclguard-nccl": '
-                'call init_process_group("ncclguard"), or "ncclguard-nccl" where all tensors are on GPUs'
+                told(
+                    'resilient_step goes on without a rank on groups of the backends "ncclguard" and '
+                    '"ncclguard-nccl": call init_process_group("ncclguard"), or "ncclguard-nccl" where all '
+                    "tensors are on GPUs"
+                )
             )
         if self._min_ranks > dist.get_world_size(group):
             raise GuardConfigError(
-                f"min_ranks is {self._min_ranks}, and there are {dist.get_world_size(group)} ranks, so that the first loss "
-                "would end the job: give the fewest that it is to go on with"
+                told(
+                    "min_ranks is {min_ranks}, and there are {count} ranks, so that the first loss would end the "
+                    "job: give the fewest that it is to go on with",
+                    min_ranks=self._min_ranks,
+                    count=dist.get_world_size(group),
+                )
             )
         going = _continuations.get(id(group))
         if going is None or going.group is not group:
@@ -549,7 +579,11 @@ def resilient_step(*models: Any, **options: Any) -> Any:
         return ResilientStep(models[0])
     for given in filter(is_time, models):
         raise TypeError(
-            f"resilient_step takes models and optimizers, not {given!r}: a limit is given by its name, timeout={given!r}"
+            told(
+                "resilient_step takes models and optimizers, not {given}: a limit is given by its name, "
+                "timeout={given}",
+                given=repr(given),
+            )
         )
     check_options(options)
     for given in models:

@@ -54,7 +54,9 @@ class ZeroStates:
         elif not type(group).one_by_one:
             found = 'it has not been tried on "ncclguard-nccl": use "ncclguard"'
         if found:
-            raise GuardConfigError(f"ZeroRedundancyOptimizer cannot go on without a rank: {found}")
+            raise GuardConfigError(
+                told("ZeroRedundancyOptimizer cannot go on without a rank: {obstacle}", obstacle=found)
+            )
         self._group, self._copies = group, copies
         self._all = self._members = torch_compat.group_ranks(group)
         self._rank = self._members[group.rank()]
@@ -100,7 +102,7 @@ class ZeroStates:
     def state_for_newcomer(self) -> dict[str, Any]:
         """Return what a new rank needs before it takes part in a `settle`; the same on all members."""
         if not self._kept_by:
-            raise GuardError("there are no copies yet: call settle before a rank is taken in")
+            raise GuardError(told("there are no copies yet: call settle before a rank is taken in"))
         groups = [{key: value for key, value in one.items() if key != "params"} for one in self._optimizer.param_groups]
         return {"kept_by": self._kept_by, "hosts": self._hosts, "anew": tuple(self._anew), "groups": groups}
 
@@ -193,8 +195,12 @@ class ZeroStates:
         missing = tuple(rank for rank in kept_by if rank not in holders)
         if missing:
             raise GuardError(
-                f"the optimizer's state of {ranks_text(missing)} is lost, with all copies of it (copies={self._copies}): "
-                "start again from a checkpoint"
+                told(
+                    "the optimizer's state of {ranks} is lost, with all copies of it (copies={copies}): start "
+                    "again from a checkpoint",
+                    ranks=ranks_text(missing),
+                    copies=self._copies,
+                )
             )
         make_known(group, members, members, self._group)
         zero.repartition(self._optimizer, group, members.index(self._rank), len(members))

@@ -47,7 +47,7 @@ from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.pace import Sampler, SlowSearch
 from ncclguard.watch.recorder import Pending, Recorder
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import say, told, tr
+from ncclguard_explain.language import beside, say, told, tr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -665,9 +665,8 @@ class Watcher:
         self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
         self._settings.incidents.append(incident)
         if not repeats:  # else a guarded call has; what is to be done about it is for the watch all the same
-            log.error(
-                "ncclguard incident %s: %s %s", incident.id, headline(incident), _whose_report(incident, self._rank)
-            )
+            text = beside(f"{headline(incident)} ", _whose_report(incident, self._rank))
+            log.error("ncclguard incident %s: %s", incident.id, text)
             for listener in events.listeners:
                 listener.incident_found(incident)
         if self._settings.on_incident is not None:

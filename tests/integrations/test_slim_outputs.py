@@ -27,6 +27,8 @@ from ncclguard.integrations.qwen2_5_vl import (
     unpatch,
 )
 
+from ncclguard.errors import GuardConfigError
+
 LABELS = torch.tensor([0, 2])
 
 
@@ -343,6 +345,10 @@ def test_wrong_calls_are_refused() -> None:
     for function in (slim_outputs, unpatch):
         with pytest.raises(TypeError, match="neither"):
             function(3)
+    for name, meant in {"hidden_state": "hidden_states", "past_key_value": "past_key_values"}.items():
+        with pytest.raises(GuardConfigError, match=f"drop has '{name}', .* did you mean {meant}"):
+            slim_outputs(nn.Linear(2, 2), drop=("attentions", name))
+    slim_outputs(nn.Linear(2, 2), drop=("router", "text_hidden_states", "encoder_attentions"))  # a model's own names
 
 
 def test_gradient_checkpointing_and_no_word_about_the_cache(

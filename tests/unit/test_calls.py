@@ -35,6 +35,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a phase of nothing": (lambda: ng.phase("x"), ng.GuardConfigError, "no phase 'x': there are 'train', 'eval', 'small'"),
     "op as text": (lambda: ng.safe_all_reduce(T, "sum"), TypeError, r"not str: did you mean dist\.ReduceOp\.SUM\?"),
     "op as another word": (lambda: ng.safe_all_reduce(T, "mean"), TypeError, r"did you mean dist\.ReduceOp\.AVG\?"),
+    "no limit as group": (lambda: ng.safe_all_reduce(T, group=0), TypeError, "not int: give what dist.new_group"),  # type: ignore[arg-type]
     "a limit as op": (lambda: ng.safe_all_reduce(T, 300), TypeError, "not int: a limit is given by its name, timeout=300"),
     "a group as op": (
         lambda: ng.safe_all_reduce(T, dist.ProcessGroup(0, 1)), TypeError, r"not ProcessGroup: a group is given by its name, group=",

@@ -492,7 +492,7 @@ ERRORS = [
     ("--kind b FILE", "参数 --kind：无效的选择：'b'（可选：'a'）"),
     ("--kind a --once FILE", "参数 --once：不能与参数 --kind 同时使用"),
     ("--once=1 FILE", "参数 --once：不接受值，却给了 '1'"),
-    ("--l 1 FILE", "选项有歧义：--l 可以是 --late, --list"),
+    ("--l 1 FILE", "选项有歧义：--l 可以是 --late、--list"),
     ("--late 1", "缺少必需的参数：FILE"),
     ("FILE b --fast", "无法识别的参数：b --fast"),
     ("FILE --list", "参数 --list：至少需要一个值"),
@@ -628,3 +628,11 @@ def test_two_threads_read_a_catalogue_at_once_also_where_the_collector_calls_bac
         sys.setswitchinterval(before[0])
         gc.set_threshold(*before[1])
     assert len(done) == 8 and len(set(done)) == 1
+
+
+def test_a_choice_that_is_misspelt_is_told_what_was_meant(chinese: None, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="ncclguard try")
+    parser.add_argument("--fault", choices=("kill", "stop"))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--fault", "kil"])
+    assert "参数 --fault：无效的选择：'kil'：是不是想写 kill？" in capsys.readouterr().err
