@@ -309,7 +309,7 @@ def test_the_view_in_chinese(chinese: None) -> None:
         "barrier() 在 3 s 后失败：rank 2 迟到。",
         "node2 上的 rank 2",
         "观察到的操作",
-        "组 0:cpu 的到达情况：到 0:cpu:ab12/10 为止的 10 次操作，12 s 前",
+        "组 0:cpu 的到达情况：到 0:cpu:ab12/10 为止的 10 次操作；12 s 前交换",
         "1 迟到",
         "组 0:cpu 中已更改：timeout=900, chunk_numel=未设置",
     ):
