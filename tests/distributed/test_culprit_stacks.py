@@ -91,7 +91,8 @@ def test_stacks_of_a_rank_that_holds_the_gil_and_of_one_that_is_stopped() -> Non
         incident = ng.Incident.from_json(texts[0])
         assert texts[0] == texts[1]
         culprit = next(report for report in incident.ranks if report.rank == CULPRIT)
-        if key == "guarded" and "its host is overloaded" in str(culprit.note):  # nobody can tell then
+        unsure = any(words in str(culprit.note) for words in ("its host is overloaded", "it went on between two looks"))
+        if key == "guarded" and unsure:  # nobody can tell then, or it had come to its end
             assert (str(incident.cause), incident.culprits) == ("unknown", ()), incident
             continue
         assert (str(incident.cause), incident.culprits) == ("stuck", (CULPRIT,)), incident
