@@ -7,7 +7,6 @@ without the dropped fields, with a `SequenceShape` in place of a tensor whose le
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import types
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from ncclguard.errors import GuardConfigError
+from ncclguard.spelling import meant
 from ncclguard.torch_compat.groups import register_pytree_node
 from ncclguard_explain.language import joined, say, told, tr
 
@@ -90,9 +90,9 @@ def slim_outputs(model_or_class: Target, drop: Iterable[str] = _DROP, keep_seque
             )
         )
     for name in sorted(names.difference(_FIELDS)):
-        if near := difflib.get_close_matches(name, _FIELDS, n=1, cutoff=_ALIKE):
+        if near := meant(name, _FIELDS, alike=_ALIKE):
             text = tr("drop has {name}, which no output has", name=repr(name))
-            raise GuardConfigError(say(joined(": ", (text, tr("did you mean {name}?", name=near[0])))))
+            raise GuardConfigError(say(joined(": ", (text, near))))
     target = _target(model_or_class)
     unpatch(target)
     before = vars(target).get("forward")

@@ -14,9 +14,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def meant(name: str, known: Collection[str], shown: str = "{}") -> Message | None:
-    """Return the question whether a similar name was meant, None where none is similar; `shown`: how it is written."""
-    close = difflib.get_close_matches(name, known, n=1)
+def meant(name: str, known: Collection[str], shown: str = "{}", alike: float = 0.6) -> Message | None:
+    """Return the question whether a similar name was meant, None where none is similar; `shown`: how it is written.
+
+    `alike`: the least ratio of difflib, from 0 to 1.
+    """
+    close = difflib.get_close_matches(name, known, n=1, cutoff=alike)
     return tr("did you mean {name}?", name=shown.format(close[0])) if close else None
 
 

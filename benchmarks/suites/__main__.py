@@ -166,8 +166,9 @@ def main() -> int:
     if repository is not None and options.source is None:
         parser.error(f"--source FOLDER is missing; make it with: git clone {repository.url} FOLDER && "
                      f"git -C FOLDER checkout {repository.commit}")  # fmt: skip
-    earlier = table.broken_off(options.out) if options.out is not None and options.out.exists() else None
-    if earlier is None and options.out is not None and options.out.exists():
+    there = options.out is not None and options.out.exists()
+    earlier = json.loads(options.out.read_text(encoding="utf-8")) if there else None
+    if earlier is not None and not table.is_broken_off(earlier):
         parser.error(f"{options.out} exists and is never overwritten; choose another name")
     job.adopt_orphans()
     ranks, began = options.ranks or suite.ranks[0], datetime.datetime.now(datetime.timezone.utc)

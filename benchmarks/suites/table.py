@@ -121,17 +121,16 @@ def newest(folder: Path = FOLDER / "results") -> list[Results]:
     found: dict[tuple[Any, ...], Results] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: json.loads(path.read_text())["machine"]["day"]):
         results = json.loads(path.read_text(encoding="utf-8"))
-        if broken_off(path) is not None:
+        if is_broken_off(results):
             continue
         found[results["suite"], results["ranks"], results["backends"][1], results["versions"]["torch"]] = results
     return [found[key] for key in sorted(found)]
 
 
-def broken_off(path: Path) -> Results | None:
-    """Return the results of a run that had not done all of its parts, None for one that had."""
-    results: Results = json.loads(path.read_text(encoding="utf-8"))
+def is_broken_off(results: Results) -> bool:
+    """Return whether a run had not done all of its parts."""
     done, of = results.get("parts", (1, 1))
-    return results if done < of else None
+    return bool(done < of)
 
 
 def continued(earlier: Results, results: Results) -> Results:

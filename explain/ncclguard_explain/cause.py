@@ -121,3 +121,9 @@ ADVICE_IN_EVALUATION = tr(
 
 #: That of a lost rank of a group outside the job, such as an engine in a channel of weights.
 ADVICE_OUTSIDE = tr("{see} Start it again: it can join the others anew.", see=SEE_LOST)
+
+#: All of these: what an incident may advise.
+ALL_ADVICE = (
+    *ADVICE.values(), *ADVICE_WATCHED.values(), ADVICE_ABORTED, ADVICE_GOES_ON, ADVICE_IN_EVALUATION, ADVICE_INTERRUPTED,
+    ADVICE_MAY_HAVE_ABORTED, ADVICE_OUTSIDE,
+)  # fmt: skip

@@ -712,7 +712,7 @@ def _stepped(evidence: Evidence, before: Fact, later: Fact, times: int = 1) -> b
     until = later.line if later.source == before.source else math.inf
     lines = [fact for fact in evidence.of(Kind.ALIVE, Kind.PROGRESS) if fact.source == before.source]
     between = [fact for fact in lines if before.line < fact.line < until]
-    return len({fact.number for fact in between}) >= times if times > 1 else bool(between)
+    return len({fact.number for fact in between}) >= times
 
 
 def written_incidents(evidence: Evidence) -> list[Fact]:

@@ -8,18 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ncclguard_explain.cause import (
-    ADVICE,
-    ADVICE_ABORTED,
-    ADVICE_GOES_ON,
-    ADVICE_IN_EVALUATION,
-    ADVICE_INTERRUPTED,
-    ADVICE_MAY_HAVE_ABORTED,
-    ADVICE_OUTSIDE,
-    ADVICE_WATCHED,
-    WORD,
-    Cause,
-)
+from ncclguard_explain.cause import ALL_ADVICE, WORD, Cause
 from ncclguard_explain.facts import MAX_RANK, Fact, Kind, Work
 from ncclguard_explain.language import LANGUAGES, beside, said, tr
 from ncclguard_explain.records import Following
@@ -44,20 +33,7 @@ _WORDS = {str(said(word, language)): cause for cause, word in WORD.items() for l
 _WORDS |= {"raised": Cause.FAILED, "抛出": Cause.FAILED}
 _BLAMED = re.compile(rf"rank(?:s)? (\d[\d,、 -]*?) ({'|'.join(_WORDS)})(?![a-z])")
 _NAMED = _BLAMED.pattern.replace(" (", " (?:")
-_ADVISED = [
-    str(said(text, language))
-    for text in (
-        *ADVICE.values(),
-        *ADVICE_WATCHED.values(),
-        ADVICE_ABORTED,
-        ADVICE_GOES_ON,
-        ADVICE_IN_EVALUATION,
-        ADVICE_INTERRUPTED,
-        ADVICE_MAY_HAVE_ABORTED,
-        ADVICE_OUTSIDE,
-    )
-    for language in LANGUAGES
-]
+_ADVISED = [str(said(text, language)) for text in ALL_ADVICE for language in LANGUAGES]
 _CAUSES = [  # no space stands before a Chinese one
     f"{' ' * (language == 'en')}{said(tr('cause: {cause}', cause=word), language)}"
     for word in WORD.values()

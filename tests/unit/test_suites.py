@@ -234,9 +234,9 @@ def test_a_run_that_was_broken_off_goes_on_and_is_no_result_before(tmp_path: Pat
     )
     file = tmp_path / "run.json"
     file.write_text(json.dumps(first))
-    assert table.broken_off(file) == first and table.newest(tmp_path) == []
+    assert table.is_broken_off(first) and table.newest(tmp_path) == []
     whole = table.continued(first, rest)
     file.write_text(json.dumps(whole))
-    assert table.broken_off(file) is None and table.newest(tmp_path) == [whole]
+    assert not table.is_broken_off(whole) and table.newest(tmp_path) == [whole]
     assert (list(whole["tests"]), whole["seconds"]["gloo"]) == (["a", "c"], 6.5)
     assert whole["skipped"] == {"no GPU": ["b", "d"], "slow": ["e"]}
