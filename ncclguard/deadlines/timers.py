@@ -6,13 +6,14 @@ One watchdog thread per process looks after every block whose limit may pass whi
 
 from __future__ import annotations
 
+import asyncio
 import dis
 import logging
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Final, Protocol
@@ -36,6 +37,9 @@ GAPS: Final = 100
 JUMP_BACKWARD: Final = dis.opmap.get(
     "JUMP_BACKWARD", -1
 )  # Python 3.10, which has no exception tables, has no such jump
+
+#: What of asyncio calls a callback, or takes a step of a task.
+_CALLS_BACK: Final = frozenset({asyncio.Handle._run.__code__})
 
 
 class Alarmed(Protocol):
@@ -62,7 +66,8 @@ class Alarm:
     Ticks arrive only while the main thread runs Python code or sleeps interruptibly; that they stay out is how the
     watchdog knows that the thread sits in a native call. ``expired`` is asked after the ticks for an exception to
     raise, unless one of ``own_code`` is on the interrupted stack: a block that is being entered or left is never
-    disturbed; nor is a jump that no ``with`` or ``except`` around it would see raise.
+    disturbed; nor is a jump that no ``with`` or ``except`` around it would see raise, nor a callback of an event loop,
+    which would swallow the exception and never tell the task that waits for the callback.
 
     An alarm that the program had set goes on counting: it is delivered to its own handler on time, and what remains of
     it is armed again when the last block is left.
@@ -147,7 +152,7 @@ class Alarm:
             return
         now = time.monotonic() + EARLY
         self._gaps = self._gaps + 1 if _between_handlers(frame) else 0
-        inside = self._in_own_code(frame) or 0 < self._gaps <= GAPS
+        inside = _is_on_stack(self.own_code, frame) or 0 < self._gaps <= GAPS
         try:
             for key, (block, _) in list(self._blocks.items()):
                 if self._next.get(key, now + 1) <= now:
@@ -156,7 +161,7 @@ class Alarm:
             if inside:
                 return
             self._deliver_found(signum, frame, now)
-            error = self._expired(now)
+            error = None if _in_callback(frame) else self._expired(now)
             if error is not None:
                 raise error
         finally:
@@ -178,12 +183,18 @@ class Alarm:
             quick.signal(SIGALRM, found.handler)
             signal.raise_signal(signal.SIGALRM)
 
-    def _in_own_code(self, frame: FrameType | None) -> bool:
-        while frame is not None:
-            if frame.f_code in self.own_code:
-                return True
-            frame = frame.f_back
-        return False
+
+def _is_on_stack(codes: Container[CodeType], frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _in_callback(frame: FrameType | None) -> bool:
+    """Return whether the frame is in a callback of asyncio's: it runs in the context of the task that made it."""
+    return _is_on_stack(_CALLS_BACK, frame) and asyncio.current_task() is None
 
 
 def _between_handlers(frame: FrameType | None) -> bool:

@@ -185,6 +185,32 @@ def test_an_asyncio_task_is_not_interrupted_for_the_limit_of_another() -> None:
     assert asyncio.run(main()) == ["interrupted", "not interrupted"]
 
 
+@pytest.mark.parametrize("outside", [False, True], ids=["block of the task", "block around the loop"])
+def test_a_callback_is_not_interrupted_for_the_task_that_made_it(outside: bool) -> None:
+    """asyncio logs what a callback raises, and goes on: the task that waits for the callback would wait for good."""
+
+    async def wait_for_a_callback() -> str:
+        def call_back() -> None:
+            ended = time.monotonic() + 0.3
+            while time.monotonic() < ended:
+                pass
+            called.set_result(None)
+
+        loop = asyncio.get_running_loop()
+        called: asyncio.Future[None] = loop.create_future()
+        with contextlib.nullcontext() if outside else nccl_timeout_handler(0.1):
+            loop.call_soon(call_back)
+            try:
+                await asyncio.wait_for(called, LONG)
+                time.sleep(LONG)  # noqa: ASYNC251
+            except CollectiveTimeout:
+                return "interrupted once it was called back" if called.done() else "interrupted"
+        return "not interrupted"
+
+    with nccl_timeout_handler(0.1) if outside else contextlib.nullcontext():
+        assert asyncio.run(wait_for_a_callback()) == "interrupted once it was called back"
+
+
 def test_blocks_of_asyncio_tasks_may_overlap() -> None:
     async def bounded(seconds: float) -> None:
         with nccl_timeout_handler(LONG):
