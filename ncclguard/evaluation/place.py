@@ -50,11 +50,12 @@ class Place:
         return self.function, self.step, self.updates, self.repeated
 
     @property
-    def label(self) -> str:
+    def label(self) -> Message:
         """The name of the evaluation, the same on all ranks in it, and of no other."""
-        at = f"at step {self.step}" if self.step is not None else f"after {self.updates} optimizer steps"
-        again = f", number {self.repeated + 1} there" if self.repeated else ""
-        return f"evaluation {self.name}() {at}{again}"
+        label = tr("evaluation {name}() at step {step}", name=self.name, step=self.step)
+        if self.step is None:
+            label = tr("evaluation {name}() after {count} optimizer steps", name=self.name, count=self.updates)
+        return tr("{evaluation}, number {count} there", evaluation=label, count=self.repeated + 1) if self.repeated else label
 
     def told(self, others: Sequence[Place] = ()) -> Message:
         """Say it in one line, with the innermost line of the call at which the places of `others` differ from it."""
