@@ -13,7 +13,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Final, Protocol
@@ -32,14 +32,14 @@ SIGALRM: Final = int(signal.SIGALRM)
 TICK: Final = 0.01
 EARLY: Final = 1e-4  # the timer takes whole microseconds, so it may fire a little before the clock reads the deadline
 LONGEST: Final = 1e6  # seconds; the timer is armed again when it fires early
-#: Ticks in a row that may meet the gap that `_between_handlers` knows: a loop that has no other place for a signal.
-GAPS: Final = 100
+#: Ticks in a row for which an exception waits for a better place: a loop may have no other place for a signal.
+HELD: Final = 100
 JUMP_BACKWARD: Final = dis.opmap.get(
     "JUMP_BACKWARD", -1
 )  # Python 3.10, which has no exception tables, has no such jump
 
-#: What of asyncio calls a callback, or takes a step of a task.
-_CALLS_BACK: Final = frozenset({asyncio.Handle._run.__code__})
+_CALLS_BACK: Final = asyncio.Handle._run.__code__
+_HANDLES_RECORD: Final = logging.Handler.handle.__code__
 
 
 class Alarmed(Protocol):
@@ -66,8 +66,8 @@ class Alarm:
     Ticks arrive only while the main thread runs Python code or sleeps interruptibly; that they stay out is how the
     watchdog knows that the thread sits in a native call. ``expired`` is asked after the ticks for an exception to
     raise, unless one of ``own_code`` is on the interrupted stack: a block that is being entered or left is never
-    disturbed; nor is a jump that no ``with`` or ``except`` around it would see raise, nor a callback of an event loop,
-    which would swallow the exception and never tell the task that waits for the callback.
+    disturbed; nor, for a second, is a jump that no ``with`` or ``except`` around it would see raise, nor code whose
+    exceptions are swallowed before they reach the block: a callback of asyncio's, a logging handler, a ``__del__``.
 
     An alarm that the program had set goes on counting: it is delivered to its own handler on time, and what remains of
     it is armed again when the last block is left.
@@ -79,7 +79,7 @@ class Alarm:
         self._found: list[_Found] = []
         self._blocks: dict[int, tuple[Alarmed, _Found]] = {}
         self._next: dict[int, float] = {}
-        self._gaps = 0
+        self._held = 0  # ticks in a row
         self.own_code: set[CodeType] = set()
 
     def enter(self, block: Alarmed) -> bool:
@@ -151,8 +151,10 @@ class Alarm:
         if not self._found:
             return
         now = time.monotonic() + EARLY
-        self._gaps = self._gaps + 1 if _between_handlers(frame) else 0
-        inside = _is_on_stack(self.own_code, frame) or 0 < self._gaps <= GAPS
+        between, swallowed = _between_handlers(frame), _is_swallowed(frame)
+        self._held = self._held + 1 if between or swallowed else 0
+        held = 0 < self._held <= HELD
+        inside = (between and held) or any(code in self.own_code for code in _codes(frame))
         try:
             for key, (block, _) in list(self._blocks.items()):
                 if self._next.get(key, now + 1) <= now:
@@ -161,7 +163,7 @@ class Alarm:
             if inside:
                 return
             self._deliver_found(signum, frame, now)
-            error = None if _in_callback(frame) else self._expired(now)
+            error = None if swallowed and held else self._expired(now)
             if error is not None:
                 raise error
         finally:
@@ -184,17 +186,24 @@ class Alarm:
             signal.raise_signal(signal.SIGALRM)
 
 
-def _is_on_stack(codes: Container[CodeType], frame: FrameType | None) -> bool:
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
     while frame is not None:
-        if frame.f_code in codes:
-            return True
+        yield frame.f_code
         frame = frame.f_back
+
+
+def _is_swallowed(frame: FrameType | None) -> bool:
+    """Return whether what is raised here is logged by a caller and goes no further.
+
+    A callback of asyncio's runs in the context, and so in the blocks, of the task that made it, which may wait for it
+    for good then.
+    """
+    for code in _codes(frame):
+        if code is _HANDLES_RECORD or code.co_name == "__del__":
+            return True
+        if code is _CALLS_BACK:  # or takes a step of a task
+            return asyncio.current_task() is None
     return False
-
-
-def _in_callback(frame: FrameType | None) -> bool:
-    """Return whether the frame is in a callback of asyncio's: it runs in the context of the task that made it."""
-    return _is_on_stack(_CALLS_BACK, frame) and asyncio.current_task() is None
 
 
 def _between_handlers(frame: FrameType | None) -> bool:

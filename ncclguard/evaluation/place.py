@@ -55,7 +55,11 @@ class Place:
         label = tr("evaluation {name}() at step {step}", name=self.name, step=self.step)
         if self.step is None:
             label = tr("evaluation {name}() after {count} optimizer steps", name=self.name, count=self.updates)
-        return tr("{evaluation}, number {count} there", evaluation=label, count=self.repeated + 1) if self.repeated else label
+        return (
+            tr("{evaluation}, number {count} there", evaluation=label, count=self.repeated + 1)
+            if self.repeated
+            else label
+        )
 
     def told(self, others: Sequence[Place] = ()) -> Message:
         """Say it in one line, with the innermost line of the call at which the places of `others` differ from it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import logging
 import os
 import signal
 import subprocess
@@ -191,9 +193,7 @@ def test_a_callback_is_not_interrupted_for_the_task_that_made_it(outside: bool) 
 
     async def wait_for_a_callback() -> str:
         def call_back() -> None:
-            ended = time.monotonic() + 0.3
-            while time.monotonic() < ended:
-                pass
+            spin(0.3)
             called.set_result(None)
 
         loop = asyncio.get_running_loop()
@@ -209,6 +209,45 @@ def test_a_callback_is_not_interrupted_for_the_task_that_made_it(outside: bool) 
 
     with nccl_timeout_handler(0.1) if outside else contextlib.nullcontext():
         assert asyncio.run(wait_for_a_callback()) == "interrupted once it was called back"
+
+
+def spin(seconds: float) -> None:
+    ended = time.monotonic() + seconds
+    while time.monotonic() < ended:
+        pass
+
+
+RECORD = logging.makeLogRecord({"msg": "written in full"})
+
+
+class SlowHandler(logging.StreamHandler[io.StringIO]):
+    def format(self, record: logging.LogRecord) -> str:
+        spin(0.3)
+        return super().format(record)
+
+
+class SlowToDelete:
+    def __del__(self) -> None:
+        spin(0.3)
+
+
+@pytest.mark.parametrize("how", ["logging", "deleting"])
+def test_code_whose_exceptions_go_no_further_is_not_interrupted(how: str) -> None:
+    """`logging` prints what a handler raises, and the interpreter what `__del__` does: the block would go on for good."""
+    text = io.StringIO()
+    with pytest.raises(CollectiveTimeout), nccl_timeout_handler(0.1):
+        SlowHandler(text).handle(RECORD) if how == "logging" else SlowToDelete()
+        time.sleep(LONG)
+    assert text.getvalue() == ("written in full\n" if how == "logging" else "")
+
+
+def test_a_logging_handler_that_waits_for_good_is_interrupted_all_the_same() -> None:
+    class Stuck(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            time.sleep(LONG)
+
+    with pytest.raises(CollectiveTimeout), nccl_timeout_handler(0.1):
+        Stuck().handle(RECORD)
 
 
 def test_blocks_of_asyncio_tasks_may_overlap() -> None:
