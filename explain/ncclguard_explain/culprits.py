@@ -329,63 +329,9 @@ _OUT_OF_MEMORY = tr("was ended by the kernel's out-of-memory killer")
 
 def by_failure(evidence: Evidence, world: World) -> Verdict | None:
     """Ranks that raised or died while peers wait; when most ranks did, nobody is singled out."""
-    raised = own_exceptions(evidence)
-    raised += engines.accused_of_raising(evidence)
-    before = {(fact.source, fact.line): fact.rank for fact in first_to_exit(evidence) if fact.rank is not None}
-    before |= {(fact.source, fact.line): fact.peers[0] for fact in evidence.of(Kind.NOTE, name="snippet") if fact.peers}
-    raised = [
-        fact if fact.rank is not None or (rank := before.get((fact.source, fact.line - 1))) is None
-        else fact.clone(rank=rank, rank_basis="text")  # the line above says whose traceback it is
-        for fact in raised
-    ]  # fmt: skip
-    raised = _on_all_gpus(evidence, world, raised)
-    exits = {fact.rank: fact for fact in first_to_exit(evidence) if fact.rank is not None}
-    if len(raised) == 1 and not exits:
-        exits = _ended_behind(evidence, raised[0])
-    if not exits and not evidence.of(*EXPIRED):
-        exits = {fact.rank: fact for fact in evidence.of(Kind.LAUNCHER, name="aborted") if fact.rank is not None}
-        # MPI_ABORT is called by who has raised, and by an engine's watch over a hang.
-        aborts = [] if exits or evidence.of(Kind.ENGINE_WAIT) else evidence.of(Kind.ENGINE_END, name="abort")
-        exits |= {fact.rank: fact for fact in aborts if fact.rank is not None}
-        announced = {fact.rank for fact in evidence.of(Kind.NOTE, name="will_end")} - {None}
-        exits = {} if announced - exits.keys() else exits  # another rank ends them all: this one only carries it out
-    broken, sticky = hardware_errors(evidence), sticky_cuda(evidence)
-    ends = evidence.of(Kind.LAUNCHER, name="first") + evidence.of(Kind.LAUNCHER, name="aborted")
-    ends += evidence.of(Kind.ENGINE_END, name="abort") + evidence.of(Kind.EXIT, name="local")
-    expired = {key for fact in evidence.of(*EXPIRED) for key in (("source", fact.source), ("rank", fact.rank))}
-    expired |= {("rank", rank) for rank in lost_a_peer(evidence)}
-    ends = [  # their own watchdogs abort the ranks that waited, or whose peer is gone
-        fact
-        for fact in ends
-        if fact.number in (-6, None) and fact.rank is not None
-        and not expired & {("source", fact.source), ("rank", fact.rank)}
-    ]  # fmt: skip
-    if len({fact.rank for fact in ends}) > 1:  # those of whom C++ itself says that a peer was gone have followed
-        thrown = evidence.of(Kind.EXCEPTION)
-        torn = {fact.source for fact in thrown if "::" in fact.name and follows_from_peers(fact.name, fact.detail)}
-        ends = [fact for fact in ends if fact.source not in torn]
-    alone = len(raised) == 1 and raised[0].repeated == 1 and "::" in raised[0].name
-    if alone and len({fact.rank for fact in ends}) == 1 and not exits and ends[0].source == raised[0].source:
-        # An exception of C++ that nobody catches aborts its process.
-        exits = {fact.rank: fact for fact in ends[:1] if fact.rank is not None}
-    if len({fact.rank for fact in ends}) == 1 and not _named(broken + sticky):
-        there = {fact.source for fact in ends}  # the runtime aborts the process whose kernel or GPU fails
-        broken, sticky = (
-            [
-                fact.clone(rank=ends[0].rank, rank_basis="local" if ends[0].rank_basis == "local" else "launcher")
-                if fact.source in there and fact.kind is not Kind.XID
-                else fact
-                for fact in facts
-            ]
-            for facts in (broken, sticky)
-        )
-    others = [fact for fact in evidence.of(Kind.LAUNCHER, name="failure") if (fact.number or 0) > 0]
-    several = len({fact.rank for fact in others} - exits.keys()) > 0 and (
-        len([fact for fact in raised if fact.frames]) > 1 or any(fact.frames and fact.repeated > 2 for fact in raised)
-    )  # of processes that all raised by themselves the one that a launcher noticed first is any
-    if len(exits) == 1 and raised and not several and not _named(raised) and len({fact.name for fact in raised}) <= 2:
-        rank = next(iter(exits))  # one traceback without a rank, and one process that ended by itself
-        raised = [fact.clone(rank=rank, rank_basis="launcher") for fact in raised] + list(exits.values())
+    raised, aborted = _raised(evidence, world), _aborts_unprovoked(evidence)
+    raised = _of_who_ended_first(evidence, raised, _who_ended_first(evidence, raised, aborted))
+    broken, sticky = _of_who_aborted(evidence, aborted)
     found: Verdict | None = None
     for facts, cause, what in (
         ([f for f in evidence.of(Kind.UNUSED) if f.rank is not None], Cause.DIVERGED, _UNUSED),
@@ -447,6 +393,82 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
             found.reason = joined("; ", (found.reason, reason))
             found.facts = found.facts + facts
     return found
+
+
+def _raised(evidence: Evidence, world: World) -> list[Fact]:
+    """Return exceptions that follow from no peer, with the rank where the line above says whose traceback it is."""
+    before = {(fact.source, fact.line): fact.rank for fact in first_to_exit(evidence) if fact.rank is not None}
+    before |= {(fact.source, fact.line): fact.peers[0] for fact in evidence.of(Kind.NOTE, name="snippet") if fact.peers}
+    raised = [
+        fact if fact.rank is not None or (rank := before.get((fact.source, fact.line - 1))) is None
+        else fact.clone(rank=rank, rank_basis="text")
+        for fact in own_exceptions(evidence) + engines.accused_of_raising(evidence)
+    ]  # fmt: skip
+    return _on_all_gpus(evidence, world, raised)
+
+
+def _aborts_unprovoked(evidence: Evidence) -> list[Fact]:
+    """Return ends of ranks that may be aborts of their own: no watchdog of theirs had waited, no peer was gone."""
+    ends = evidence.of(Kind.LAUNCHER, name="first") + evidence.of(Kind.LAUNCHER, name="aborted")
+    ends += evidence.of(Kind.ENGINE_END, name="abort") + evidence.of(Kind.EXIT, name="local")
+    expired = {key for fact in evidence.of(*EXPIRED) for key in (("source", fact.source), ("rank", fact.rank))}
+    expired |= {("rank", rank) for rank in lost_a_peer(evidence)}
+    ends = [
+        fact
+        for fact in ends
+        if fact.number in (-6, None) and fact.rank is not None
+        and not expired & {("source", fact.source), ("rank", fact.rank)}
+    ]  # fmt: skip
+    if len({fact.rank for fact in ends}) < 2:
+        return ends
+    thrown = evidence.of(Kind.EXCEPTION)  # those of whom C++ itself says that a peer was gone have followed
+    torn = {fact.source for fact in thrown if "::" in fact.name and follows_from_peers(fact.name, fact.detail)}
+    return [fact for fact in ends if fact.source not in torn]
+
+
+def _who_ended_first(evidence: Evidence, raised: Sequence[Fact], aborted: Sequence[Fact]) -> dict[int, Fact]:
+    """Return the ranks of which a launcher says that they ended first, or else what comes nearest to saying so."""
+    first = {fact.rank: fact for fact in first_to_exit(evidence) if fact.rank is not None}
+    if len(raised) == 1 and not first:
+        first = _ended_behind(evidence, raised[0])
+    if not first and not evidence.of(*EXPIRED):
+        first = {fact.rank: fact for fact in evidence.of(Kind.LAUNCHER, name="aborted") if fact.rank is not None}
+        # MPI_ABORT is called by who has raised, and by an engine's watch over a hang.
+        aborts = [] if first or evidence.of(Kind.ENGINE_WAIT) else evidence.of(Kind.ENGINE_END, name="abort")
+        first |= {fact.rank: fact for fact in aborts if fact.rank is not None}
+        announced = {fact.rank for fact in evidence.of(Kind.NOTE, name="will_end")} - {None}
+        first = {} if announced - first.keys() else first  # another rank ends them all: this one only carries it out
+    alone = len(raised) == 1 and raised[0].repeated == 1 and "::" in raised[0].name
+    if alone and not first and len({fact.rank for fact in aborted}) == 1 and aborted[0].source == raised[0].source:
+        # An exception of C++ that nobody catches aborts its process.
+        first = {fact.rank: fact for fact in aborted[:1] if fact.rank is not None}
+    return first
+
+
+def _of_who_ended_first(evidence: Evidence, raised: list[Fact], first: Mapping[int, Fact]) -> list[Fact]:
+    """Give one traceback without a rank to the one process that ended by itself."""
+    others = [fact for fact in evidence.of(Kind.LAUNCHER, name="failure") if (fact.number or 0) > 0]
+    several = len({fact.rank for fact in others} - first.keys()) > 0 and (
+        len([fact for fact in raised if fact.frames]) > 1 or any(fact.frames and fact.repeated > 2 for fact in raised)
+    )  # of processes that all raised by themselves the one that a launcher noticed first is any
+    if len(first) != 1 or not raised or several or _named(raised) or len({fact.name for fact in raised}) > 2:
+        return raised
+    (rank,) = first
+    return [fact.clone(rank=rank, rank_basis="launcher") for fact in raised] + list(first.values())
+
+
+def _of_who_aborted(evidence: Evidence, aborted: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
+    """Return errors of devices and sticky ones of CUDA; the runtime aborts the process whose kernel or GPU fails."""
+    broken, sticky = hardware_errors(evidence), sticky_cuda(evidence)
+    if len({fact.rank for fact in aborted}) != 1 or _named(broken + sticky):
+        return broken, sticky
+    there, basis = {fact.source for fact in aborted}, "local" if aborted[0].rank_basis == "local" else "launcher"
+
+    def given(fact: Fact) -> Fact:
+        on_host = fact.kind is Kind.XID or fact.source not in there
+        return fact if on_host else fact.clone(rank=aborted[0].rank, rank_basis=basis)
+
+    return [given(fact) for fact in broken], [given(fact) for fact in sticky]
 
 
 def _ended_behind(evidence: Evidence, raised: Fact) -> dict[int, Fact]:
