@@ -16,6 +16,7 @@ from ncclguard_explain.culprits import (
     fabric_errors,
     follows_from_peers,
     hardware_errors,
+    own_addresses,
     own_exceptions,
     sticky_cuda,
 )
@@ -219,6 +220,8 @@ def network(case: Case) -> Finding | None:
         (of("oom"), "oom_or_crash_other_rank", "medium", tr("NCCL could not allocate memory on a rank")),
         (of("version"), "library_bug", "medium", tr("ranks load different NCCL versions")),
         (of("closed") if calm else [], "network_fabric", "low", tr("a connection broke in mid-transfer")),
+        (own_addresses(evidence), "network_interface", "medium",
+         tr("several hosts gave NCCL an address that each has for itself: none reaches the other")),
         (of("system", "internal") if calm else [], "network_interface", "low",
          tr("NCCL failed outside any collective and says no more; between hosts that is most often the "
 "chosen interface")),

@@ -47,7 +47,7 @@ _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
      "SystemExit", "CalledProcessError", "DistStoreError", "DistNetworkError", "DistBackendError", "BrokenPipeError",
      "ConnectionResetError", "ConnectionRefusedError", "EOFError", "RendezvousConnectionError", "GeneratorExit",
-     "CollectiveFingerPrint", *incident_text.ERRORS,
+     "CollectiveFingerPrint", "SIGTERMException", *incident_text.ERRORS,
      "RayTaskError", "TimeoutError", "GetTimeoutError", "RayChannelTimeoutError", "RayChannelError", "EngineDeadError",
      "EngineGenerateError", "KVTransferError", "ActorDiedError", "RayActorError", "ActorUnavailableError",
      "WorkerCrashedError", "NodeDiedError", "RendezvousTimeoutError", "RendezvousClosedError", "CheckpointException",
@@ -82,6 +82,8 @@ def follows_from_peers(type_name: str, text: str) -> bool:
     """Return whether an exception is what a rank sees when a peer is gone or absent, not a failure of its own."""
     name = type_name.rsplit(".", 1)[-1]
     if name == "EOFError" and text:  # a pipe that has closed says nothing; of a file its reader says what is wrong
+        return False
+    if "was built without" in text:  # torch without libuv: the store's own error
         return False
     return name in _FOLLOWING_TYPES or _FOLLOWS.search(text) is not None
 
@@ -537,6 +539,15 @@ def by_peer_closed(evidence: Evidence, world: World) -> Verdict | None:
 
 #: Interfaces that no other host reaches: of the host alone, of its containers and of its virtual machines.
 _OWN_INTERFACE = re.compile(r"lo$|docker|virbr|podman|cni|br-|veth|flannel|cali")
+
+
+def own_addresses(evidence: Evidence) -> list[Fact]:
+    """Return what hosts told NCCL to be reached at, where it is one and the same address on two of them or more."""
+    told = [fact for fact in evidence.of(Kind.NCCL_INFO) if _OWN_INTERFACE.match(fact.name) and fact.host]
+    shared = {
+        one.detail for one in told if any(one.detail == other.detail and one.host != other.host for other in told)
+    }
+    return [fact for fact in told if fact.detail in shared][:4]
 
 
 def by_unreachable(evidence: Evidence, world: World) -> Verdict | None:
@@ -1027,6 +1038,9 @@ def by_barrier(evidence: Evidence, world: World) -> Verdict | None:
         came = {fact.rank for fact in evidence.of(Kind.BARRIER_REACHED)}
         named = tuple(sorted({rank for fact in facts for rank in fact.peers}))
         reason = tr("rank 0 reports that {ranks} did not reach the barrier", ranks=ranks_text(named))
+        if late := _came_late(evidence, named):
+            reason = tr("{ranks} came when rank 0 had given up the barrier", ranks=ranks_text(late))
+            return Verdict(late, Cause.LATE, "medium", "monitored barrier", reason, facts)
         if came & set(named):  # each says it of the other: the connection between them, or both
             return Verdict(rule="monitored barrier", reason=reason, facts=facts, suspects=tuple(sorted({0, *named})))
         return Verdict(named, Cause.UNKNOWN, "high", "monitored barrier", reason, facts)
@@ -1041,6 +1055,18 @@ def by_barrier(evidence: Evidence, world: World) -> Verdict | None:
     who = ranks_text({fact.rank for fact in reached if fact.rank is not None})
     reason = tr("{who} reached the barrier and waited for rank 0, which printed nothing", who=who)
     return Verdict((0,), Cause.UNKNOWN, "medium", "monitored barrier", reason, reached)
+
+
+def _came_late(evidence: Evidence, named: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that rank 0 missed, if each of them came behind its report and found it gone.
+
+    A rank that had come in time and could not reach rank 0 would have waited until the limit, and said so.
+    """
+    missed = {fact.source: fact.line for fact in reversed(evidence.of(Kind.BARRIER_MISSING))}
+    came = {fact.rank for fact in evidence.of(Kind.BARRIER_REACHED) if fact.line > missed.get(fact.source, fact.line)}
+    found_gone = {fact.rank for fact in evidence.of(Kind.GLOO_CLOSED)}
+    waited = {fact.rank for fact in evidence.of(Kind.GLOO_TIMEOUT)}
+    return tuple(named) if set(named) <= (came & found_gone) - waited else ()
 
 
 def by_store_barrier(evidence: Evidence, world: World) -> Verdict | None:

@@ -42,7 +42,7 @@ _MEMORY = ("OutOfMemory", "out of memory", "MemoryError", "Cannot allocate memor
 _ENVIRONMENT = ("ModuleNotFoundError", "ImportError", "PermissionError", "FileNotFoundError", "ConnectionError", "HTTPError",
                 "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError",
                 "killed by signal: Killed", "killed by signal: Bus error",
-                "Failed to initialize the HCCP process", "PytorchStreamWriter failed", "unexpected pos", "Disk quota exceeded", "Input/output error")  # fmt: skip
+                "Failed to initialize the HCCP process", "was built without", "Error opening", "PytorchStreamWriter failed", "unexpected pos", "Disk quota exceeded", "Input/output error")  # fmt: skip
 #: torch/c10/cuda/CUDACachingAllocator.cpp names the other processes on the GPU, and its own where it knows its number.
 _OTHER_PROCESS = re.compile(
     r"\bProcess (\d+) has [\d.]+ GiB memory in use\b(?:(?!Tried to allocate).)*\b"

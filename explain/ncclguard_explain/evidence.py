@@ -33,6 +33,10 @@ _OF_A_HEALTHY_JOB = frozenset(
 _SURVIVED_WITH = _OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT, Kind.KERNEL_OOM}
 #: NVIDIA's Xid numbers of faults that were corrected: a row of memory to be remapped, single-bit errors.
 _CORRECTED = frozenset([63, 92, 94])
+#: A process that the kernel has ended and whose name is that of a user's own tools, cut to 15 letters.
+_NOT_OF_A_JOB = re.compile(
+    r"\b(?:process \d+ \(|task=)(?:jupyter|code|node|java|rsession|MATLAB|firefox|chrome)[\w\-]*(?:\)|,)"
+)
 _JOB_OF_TABLE = re.compile(r"(\d+)[\s|].*COMPLETED")
 _OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC, Kind.KERNEL_OOM])
 _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
@@ -905,6 +909,7 @@ def _passing(evidence: Evidence) -> list[Fact]:
     found += [
         fact for fact in evidence.of(Kind.XID) if fact.number in _CORRECTED or "nonfatal" in fact.detail.lower()
     ] + evidence.of(Kind.NIC)
+    found += [fact for fact in evidence.of(Kind.KERNEL_OOM) if _NOT_OF_A_JOB.search(fact.detail)]
     planned = {fact.source for fact in found if fact.kind is Kind.SCHEDULER}
     planned |= {fact.source for fact in evidence.of(Kind.NOTE, name="resumed")}
     found += [
@@ -926,14 +931,18 @@ def _has_passed(fact: Fact, alive: list[Fact], resumed: list[Fact]) -> bool:
 
 
 def _is_mended(evidence: Evidence, fact: Fact, alive: list[Fact]) -> bool:
-    """Return whether a fault that the kernel tells of is put right by its own words, and the job's log ends in steps.
+    """Return whether what the kernel tells of is mended by its own words, or not the job's, which ends in steps.
 
     Of a link that has come up again it has to be the log of the job that tells of the port's fault and goes on.
     """
     steps = [one for one in alive if one.name in ("train", "serve") and one.kind is not Kind.PHASE]
+    behind = {one.detail for one in steps if None not in (one.when, fact.when) and (one.when or 0) > (fact.when or 0)}
     if fact.kind is Kind.XID:
         told = re.search(r"\b(?:correct(?:ed|able)|no action needed)\b", fact.detail)
-        return told is not None and fact.number in _CORRECTED and len({one.detail for one in steps}) > 2
+        marked = "New row marked for remapping" in fact.detail and len(behind) > 2
+        return fact.number in _CORRECTED and (marked or (told is not None and len({one.detail for one in steps}) > 2))
+    if fact.kind is Kind.KERNEL_OOM:
+        return _NOT_OF_A_JOB.search(fact.detail) is not None and len(behind) > 2
     seen = evidence.of(Kind.NCCL_WARN, name="ib_async")
     after = [len({one.detail for one in steps if one.source == told.source and one.line > told.line}) for told in seen]
     up = [one for one in evidence.of(Kind.NOTE, name="link_up") if one.source == fact.source and one.line > fact.line]

@@ -28,7 +28,7 @@ MOST = 100_000
 _OWN_RANK = re.compile(
     r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
     r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
-    r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\bRank (?=\d+: Completed store-based barrier)|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
+    r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\b[Rr]ank +(?=\d+/\d+ on [A-Za-z])|\bRank (?=\d+: Completed store-based barrier)|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 _LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
 # The environment of one rank, as a container's entry point prints it.
@@ -42,7 +42,7 @@ _NEXT_COMMAND = re.compile(r"[$#+>] |={3,}|-{3}|[\w.\-]+@\S+ ?.*[$#] |.*\bkubect
 _LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a row of `kubectl get pods`
 # "gpu-17: ranks 8-15", as launchers and people write it; "NODE_RANK: 2" in `kubectl describe` of a pod
 _RANGES = re.compile(
-    r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:node_rank \d+ -> )?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
+    r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:node_rank[ =]\d+ (?:-> )?)?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
 )
 _LISTED_ON = re.compile(
     r"(?<![\w.\-])([A-Za-z][\w.\-]*\d\w*)(?:: | ?[=\-]> )(?:global )?ranks (\d{1,6}(?:, ?\d{1,6})+)\b"
@@ -60,6 +60,7 @@ _SENDS = re.compile(r"Channel \d+(?:/\d+)? ?: (\d+)\[\w+\] -> (\d+)\[\w+\] \[(se
 _ENGINE = re.compile(r"EngineCore_DP(\d{1,6})$")
 _NODE_OF_POD = re.compile(r"^\s+NODE_RANK: +(\d{1,5})\b")
 _RANK_OF_POD = re.compile(r"^\s+RANK: +(\d{1,6})\s*$")
+_ONE_GPU = re.compile(r"^\s+[\w.\-]+/gpu: +1\s*$")  # what the pod may use at most
 _OF_GROUP = re.compile(r"\[rank (\d{1,6})/(\d{1,6})\]")  # vLLM: in a group of that size
 _OF_GLOO = re.compile(r"\[Gloo\] Rank (\d{1,6}) is connected to (\d{1,6}) peer ranks")
 _PROCESS = re.compile(
@@ -97,7 +98,9 @@ _ON_HOST = re.compile(
 _HOST_OF_RANK = re.compile(
     r"^([A-Za-z][\w\-]*\d[\w.\-]*):? (?=\S*RANK|SLURM_)|\b(?:SLURMD_NODENAME|HOSTNAME|NODE_?NAME)[=:] ?([A-Za-z][\w.\-]*\d[\w.\-]*)"
 )
-_TASK_ON = re.compile(r"\b(?:task|rank|process) (\d{1,6}) on (?:node |host )?([A-Za-z][\w.\-]*\d[\w.\-]*\w)")
+_TASK_ON = re.compile(
+    r"\b(?:task|rank|process) +(\d{1,6})(?:/\d{1,6})? on (?:node |host )?([A-Za-z][\w.\-]*\d(?:[\w.\-]*\w)?)"
+)
 # SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
 _DUMPED = re.compile(r"(?:\[[^\]]*?((?: (?:DP|PP|TP|EP)\d+)+)\] )?[Pp]yspy dump for PID (\d+)")
 # The node's place in the job and the ranks on a node. torchrun takes --node_rank for its static rendezvous alone.
@@ -165,6 +168,7 @@ class RankMap:
     _nodes: dict[str, int] = field(default_factory=dict)  # scope -> node, of DeepSpeed's launcher
     _of_host: set[str] = field(default_factory=set)  # those of these scopes that are hosts of which a line tells it
     _started: list[dict[int, int]] = field(default_factory=list)  # pid -> its number, of each list of an input
+    _with_one_gpu: set[str] = field(default_factory=set)  # pods
     _assigned: bool = False  # torchrun's store gives the nodes their ranks, whatever they were given
     _of_group: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, rank) -> the group's size
 
@@ -271,6 +275,8 @@ class RankMap:
             _prove(self._nodes, pod, int(node[1]))
         if pod and text.startswith(" ") and (own_rank := _RANK_OF_POD.match(text)):
             self.environments.setdefault(pod, set()).add(int(own_rank[1]))
+        if pod and text.startswith(" ") and _ONE_GPU.match(text):
+            self._with_one_gpu.add(pod)
         if "pod" in text and (on_pod := _ON_POD.search(text)):
             self.hosts.setdefault(on_pod[2], set()).add(int(on_pod[1]))
         if "::" in text and (placed := _SPIED_PLACE.search(text)):
@@ -418,6 +424,7 @@ class RankMap:
             and (
                 told <= self.with_local
                 or len(told) == max(self.worlds, default=0)
+                or set(self.environments) <= self._with_one_gpu
                 or self._one_rank_each(facts, sources, stated_world)
             )
             and not any(_OTHER_GPU.search(fact.text) or _OTHER_GPU.search(fact.detail) for fact in facts)

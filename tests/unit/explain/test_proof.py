@@ -723,3 +723,105 @@ def test_files_of_the_ranks_of_one_pod_do_not_tell_which_rank_another_pod_is(exp
 def test_nodes_of_different_sizes_do_not_tell_where_a_host_begins(explain_lines: Explain) -> None:
     lines = [f"gpu-c0{5 + node} NODE_RANK={node} NPROC_PER_NODE={size}" for node, size in ((0, 8), (1, 4), (2, 8))]
     assert explain_lines([*lines, "srun: error: Node failure on gpu-c07"]).culprits == ()
+
+
+def test_who_raises_because_it_was_told_to_end_is_not_named(explain_lines: Explain) -> None:
+    lines = ["slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-03-01T02:00:00 DUE TO PREEMPTION ***",
+             *raised(3, "lightning.pytorch.utilities.exceptions.SIGTERMException")]  # fmt: skip
+    report = explain_lines(lines, world_size=8)
+    assert (report.culprits, report.decision) == ((), "restart")
+
+
+SPAWNED = [
+    f"[2025-01-04 10:00:0{n},100] [INFO] [launch.py:253:main] process {901 + n} spawned with command: ['python', '-u', "
+    f"'t.py', '--local_rank={n}']"
+    for n in range(4)
+]
+MAPPED = [
+    "[2025-01-04 10:00:00,001] [INFO] [launch.py:151:main] nnodes=1, num_local_procs=4, node_rank=0",
+    "[2025-01-04 10:00:00,002] [INFO] [launch.py:162:main] global_rank_mapping=defaultdict(None, {'localhost': [0, 1, 2, 3]})",
+]
+CRASHED = (
+    "[ 77.01] python[903]: segfault at 10 ip 00007f5b6a2e91c4 sp 00007ffd2b0e4c10 error 4 in {}[7f5b6a2d0000+31000]"
+)
+
+
+@pytest.mark.parametrize("library, named", [("fused_adam.so", (2,)), ("libc.so.6", ())])
+def test_the_process_that_the_kernel_saw_crash_is_named(
+    explain_lines: Explain, library: str, named: tuple[int, ...]
+) -> None:
+    ends = "[2025-01-04 10:20:00,1] [ERROR] [launch.py:322:sigkill_handler] ['python', '--local_rank=3'] exits with return code = -11"
+    report = explain_lines({"ds.log": [*MAPPED, *SPAWNED, ends], "dmesg.txt": [CRASHED.format(library)]})
+    assert report.incident and report.culprits == named
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [f"{n}: host gpu-h{n} node_rank={n} global ranks {4 * n}-{4 * n + 3}" for n in range(3)],
+        [f"{n}: rank {n:2d}/12 on gpu-h{n // 4} SLURM_LOCALID={n % 4} ready" for n in range(12)],
+    ],
+)
+def test_the_ranks_of_a_host_that_failed_are_named_where_a_line_tells_them(
+    explain_lines: Explain, told: list[str]
+) -> None:
+    assert explain_lines([*told, "srun: error: Node failure on gpu-h1"]).culprits == (4, 5, 6, 7)
+
+
+MISSED = ["[rank0]: RuntimeError: Rank 2 failed to pass monitoredBarrier in 20000 ms", "[rank0]:  Original exception: ",
+          "[rank0]: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete"]  # fmt: skip
+CAME = ["[rank2]: RuntimeError: Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0.",
+        "[rank2]:  Original exception: "]  # fmt: skip
+FOUND_GONE = "[rank2]: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.5]:2341"
+WAITED = "[rank2]: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    "lines, named",
+    [
+        ([*MISSED, *CAME, FOUND_GONE], (2,)),
+        ([*MISSED, *CAME, WAITED], ()),
+        ([*CAME, FOUND_GONE, *MISSED], ()),
+    ],
+    ids=["behind the report", "with a limit of its own", "before the report"],
+)
+def test_who_comes_to_a_monitored_barrier_behind_its_end_is_late(
+    explain_lines: Explain, lines: list[str], named: tuple[int, ...]
+) -> None:
+    report = explain_lines(lines, world_size=4)
+    assert report.culprits == named
+    assert report.cause == ("late" if named else "unknown")
+
+
+def test_a_rank_of_tensorrt_llm_that_aborts_all_is_named_for_its_assertion(explain_lines: Explain) -> None:
+    lines = ["[TensorRT-LLM][ERROR] Assertion failed: Error opening engine file: /models/tp2/rank1.engine (/a/rawEngine.h:71)",
+             "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD", "with errorcode 1."]  # fmt: skip
+    report = explain_lines(lines, world_size=2)
+    assert (report.culprits, report.decision) == ((1,), "fix-environment")
+
+
+@pytest.mark.parametrize("gpus, named", [(1, (3,)), (8, ())])
+def test_the_rank_of_a_pod_is_the_jobs_where_the_pod_has_one_gpu(
+    explain_lines: Explain, gpus: int, named: tuple[int, ...]
+) -> None:
+    described = ["Name:             sft-worker-2", "      Reason:       OOMKilled", "      Exit Code:    137", "    Limits:",
+                 f"      nvidia.com/gpu:  {gpus}", "    Environment:", "      WORLD_SIZE:   4", "      RANK:         3"]  # fmt: skip
+    assert explain_lines({"describe.txt": described}, world_size=4 * gpus).culprits == named
+
+
+@pytest.mark.parametrize("hosts, found", [(("a1", "b1"), "network_interface"), (("a1", "a1"), "unknown")])
+def test_two_hosts_with_one_address_do_not_reach_each_other(
+    explain_lines: Explain, hosts: tuple[str, ...], found: str
+) -> None:
+    logs = {
+        f"{n}.log": [
+            f"{host}:22{n}0:22{n}0 [{n}] NCCL INFO Bootstrap : Using docker0:172.17.0.1<0>",
+            "^CTraceback (most recent call last):",
+            '  File "t.py", line 31, in <module>',
+            "    dist.barrier()",
+            "KeyboardInterrupt",
+        ]
+        for n, host in enumerate(hosts)
+    }
+    report = explain_lines(logs, world_size=2)
+    assert (report.incident, report.cause_class) == (True, found)

@@ -590,3 +590,37 @@ ENGINE = ["(ProxyActor pid=44) INFO:     Shutting down", "(EngineCore_DP0 pid=81
 @pytest.mark.parametrize("lines", [WRITTEN, STEPPED, ENGINE])
 def test_what_only_looks_survived_is_an_incident(explain_lines: Explain, lines: list[str]) -> None:
     assert explain_lines(lines).incident
+
+
+STEPS = [f"[2025-02-03 04:1{n}:00] iteration {n + 10}/ 500 | lm loss: 2.{n}" for n in range(6)]
+KERNEL = {
+    "a row of memory to be remapped": "[Mon Feb  3 04:12:10 2025] NVRM: Xid (PCI:0000:b1:00): 63, pid='<unknown>', "
+    "name=<unknown>, Row Remapper: New row marked for remapping, reset gpu to activate.",
+    "a notebook": "[Mon Feb  3 04:12:10 2025] Memory cgroup out of memory: Killed process 771 (jupyter-lab) total-vm:4kB",
+}
+
+
+@pytest.mark.parametrize("told", KERNEL.values(), ids=KERNEL)
+def test_what_the_kernel_tells_of_others_is_no_incident_of_a_job_that_steps_on(
+    explain_lines: Explain, told: str
+) -> None:
+    assert not explain_lines({"train.log": STEPS, "dmesg.txt": [told]}).incident
+    assert explain_lines(
+        {"train.log": STEPS, "dmesg.txt": [told.replace("jupyter-lab", "python3").replace("63,", "79,")]}
+    ).incident
+
+
+def test_a_node_that_cannot_close_the_rendezvous_at_its_end_is_no_incident(explain_lines: Explain) -> None:
+    lines = [
+        *STEPS,
+        "I0618 16:10:01.000000 21 torch/distributed/elastic/agent/server/api.py:879] [default] worker group successfully finished.",
+        "W0618 16:10:03.000000 21 dynamic_rendezvous.py:1267] The node 'n02_21_0' has failed to shutdown the rendezvous 'none' due to an error of type RendezvousConnectionError.",
+    ]
+    assert not explain_lines(lines).incident
+
+
+def test_a_torch_that_lacks_libuv_is_a_fault_of_the_environment(explain_lines: Explain) -> None:
+    lines = ["Traceback (most recent call last):", '  File "run.py", line 66, in next_rendezvous', "    self._store = TCPStore(",
+             "torch.distributed.DistStoreError: use_libuv was requested but PyTorch was built without libuv support, run with USE_LIBUV=0 to disable it."]  # fmt: skip
+    report = explain_lines(lines)
+    assert (report.incident, report.culprits, report.decision) == (True, (), "fix-environment")
