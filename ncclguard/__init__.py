@@ -83,7 +83,7 @@ def _no_name(name: str) -> AttributeError:
     if not name.startswith("_"):
         spelling = _import_module("ncclguard.spelling")
         if hint := spelling.meant(name, __all__, "ncclguard.{}"):
-            text = f"{text}: {hint}"
+            text = f"{text}: {spelling.say(hint)}"
     return AttributeError(text, name=name)
 
 

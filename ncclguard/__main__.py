@@ -80,6 +80,8 @@ def _run(words: Sequence[str]) -> int:
             print(usage(), file=sys.stderr)
         return USAGE
     name, rest = words[0], words[1:]
+    if name == "help" and rest:
+        name, rest = rest[0], ["--help"]
     if name in ("-h", "--help", "help"):
         with speaking_to(sys.stdout):
             print(usage())

@@ -502,4 +502,7 @@ def _warn_of_unknown_variables() -> None:
         ours = name[0] != "_" and name.upper().replace("_", "").startswith(PREFIX.rstrip("_"))
         if ours and name.upper() not in known:
             hint = meant(name.upper(), known) or tr("see docs/configuration.md for those that have")
-            log.warning("%s", told("the environment variable {name} has no effect: {details}", name=name, details=hint))
+            text = told("the environment variable {name} has no effect: {details}", name=name, details=hint)
+            # The ranks of a host have their variables of one launcher, and one of them says it.
+            level = logging.WARNING if os.environ.get("LOCAL_RANK", "0") == "0" else logging.INFO
+            log.log(level, "ncclguard: %s", text)

@@ -100,7 +100,8 @@ ADVICE_MAY_HAVE_ABORTED = tr(
 #: That of a watched rank that has aborted.
 ADVICE_ABORTED = tr(
     "It aborted itself (SIGABRT): the last lines of its own output say why. On gloo a call with another size than the "
-    "others' does that. Restart the job: the groups of this rank are unusable."
+    "others' does that, also one that only some ranks make (`if rank == 0:`). Mend that first: the job, which has to be "
+    "started again, comes to the same place."
 )
 
 #: That of ranks whose call ended with KeyboardInterrupt, or with the SystemExit of a signal's handler.

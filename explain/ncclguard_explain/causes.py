@@ -238,6 +238,10 @@ def store(case: Case) -> Finding | None:
         if fact.kind not in (Kind.EXIT, Kind.LAUNCHER) or (fact.number or 0) < 0:
             stopped.setdefault(fact.source, fact.line)
     met = [fact for fact in case.evidence.of(Kind.RENDEZVOUS) if fact.line <= stopped.get(fact.source, fact.line)]
+    unknown = case.evidence.of(Kind.NOTE, name="no_address")
+    if met and unknown:
+        reason = tr("the rendezvous did not complete: no address is known of {host}", host=unknown[0].detail)
+        return Finding(name, "high", reason, unknown[:1] + met)
     return _first(
         (met, name, "high", tr("the rendezvous did not complete")),
         (barrier, name, "high", tr("not all ranks came to the barrier that ends init_process_group")),
@@ -302,8 +306,9 @@ def differing(case: Case) -> Finding | None:
         rows = [row for row in case.evidence.rows if row.waiting and row.work and row.work.op and row.facts]
         facts = [row.facts[0] for row in rows]
         works = [row.facts[0].work or row.work for row in rows if row.work is not None]
-    recorded = "flight recorder" in case.verdict.rule and len({text.split()[0] for text, _ in case.verdict.sides}) > 1
-    if len({work.op for work in works}) > 1 or recorded:
+    told = "flight recorder" in case.verdict.rule or case.verdict.rule == "ncclguard incident"
+    calls = {text.replace("(", " ").split()[0] for text, _ in case.verdict.sides}
+    if len({work.op for work in works}) > 1 or (told and len(calls) > 1):
         return Finding("rank_divergence", "high", tr("ranks issued different operations at the same point"), facts)
     if len({work.seq for work in works}) > 1:
         return Finding("rank_divergence", "high", tr("ranks issued different numbers of collectives"), facts)

@@ -115,7 +115,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         known = [str(choice) for choice in action.choices or ()]
-        close = difflib.get_close_matches(str(value), known, n=1)
+        close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.7)
         if close and close[0] != str(value):
             text = tr("invalid choice: {given}: did you mean {name}?", given=repr(value), name=close[0])
             raise argparse.ArgumentError(action, text)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ncclguard_explain import engines, incident_text, places
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.evidence import Evidence, Row, World
+from ncclguard_explain.evidence import Evidence, Row, World, collectives_in
 from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict, Work, united
 from ncclguard_explain.language import Message, joined, received, tr
 from ncclguard_explain.ranks import ranks_text
@@ -47,7 +47,7 @@ _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
      "SystemExit", "CalledProcessError", "DistStoreError", "DistNetworkError", "DistBackendError", "BrokenPipeError",
      "ConnectionResetError", "ConnectionRefusedError", "EOFError", "RendezvousConnectionError", "GeneratorExit",
-     "CollectiveFingerPrint", "SIGTERMException", *incident_text.ERRORS,
+     "CollectiveFingerPrint", "SIGTERMException", "GuardError", *incident_text.ERRORS,
      "RayTaskError", "TimeoutError", "GetTimeoutError", "RayChannelTimeoutError", "RayChannelError", "EngineDeadError",
      "EngineGenerateError", "KVTransferError", "ActorDiedError", "RayActorError", "ActorUnavailableError",
      "WorkerCrashedError", "NodeDiedError", "RendezvousTimeoutError", "RendezvousClosedError", "CheckpointException",
@@ -332,7 +332,7 @@ _OUT_OF_MEMORY = tr("was ended by the kernel's out-of-memory killer")
 def by_failure(evidence: Evidence, world: World) -> Verdict | None:
     """Ranks that raised or died while peers wait; when most ranks did, nobody is singled out."""
     raised, aborted = _raised(evidence, world), _aborts_unprovoked(evidence)
-    raised = _of_who_ended_first(evidence, raised, _who_ended_first(evidence, raised, aborted))
+    raised = _of_who_ended_first(evidence, world, raised, _who_ended_first(evidence, raised, aborted))
     broken, sticky = _of_who_aborted(evidence, aborted)
     found: Verdict | None = None
     for facts, cause, what in (
@@ -372,7 +372,8 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
         if len(ranks) == world.size and world.size > 1 and not together:
             continue
         first = next(fact for fact in facts if fact.rank is not None)
-        reason = tr("{ranks} {what}: {text}", ranks=ranks_text(ranks), what=what, text=_failure_text(first)[:300])
+        told = _failure_text(first)[:300].rstrip(" .。")
+        reason = tr("{ranks} {what}: {text}", ranks=ranks_text(ranks), what=what, text=told)
         if found is None or not found.culprits:
             basis = {fact.rank_basis for fact in facts if fact.rank is not None} - {"group"}
             overturned = [
@@ -447,12 +448,14 @@ def _who_ended_first(evidence: Evidence, raised: Sequence[Fact], aborted: Sequen
     return first
 
 
-def _of_who_ended_first(evidence: Evidence, raised: list[Fact], first: Mapping[int, Fact]) -> list[Fact]:
+def _of_who_ended_first(evidence: Evidence, world: World, raised: list[Fact], first: Mapping[int, Fact]) -> list[Fact]:
     """Give one traceback without a rank to the one process that ended by itself."""
     others = [fact for fact in evidence.of(Kind.LAUNCHER, name="failure") if (fact.number or 0) > 0]
     several = len({fact.rank for fact in others} - first.keys()) > 0 and (
         len([fact for fact in raised if fact.frames]) > 1 or any(fact.frames and fact.repeated > 2 for fact in raised)
     )  # of processes that all raised by themselves the one that a launcher noticed first is any
+    if world.size is not None and world.size > 1:  # a traceback is read by two rows
+        several = several or any(fact.frames and fact.repeated >= 2 * world.size for fact in raised)
     if len(first) != 1 or not raised or several or _named(raised) or len({fact.name for fact in raised}) > 2:
         return raised
     (rank,) = first
@@ -542,8 +545,14 @@ _OWN_INTERFACE = re.compile(r"lo$|docker|virbr|podman|cni|br-|veth|flannel|cali"
 
 
 def own_addresses(evidence: Evidence) -> list[Fact]:
-    """Return what hosts told NCCL to be reached at, where it is one and the same address on two of them or more."""
+    """Return what hosts told NCCL to be reached at, where two have one and the same address and nothing came of it."""
+    waited = evidence.of(*WAITING, *EXPIRED) or any(
+        "KeyboardInterrupt" in one.name for one in evidence.of(Kind.EXCEPTION)
+    )
+    if not waited or evidence.of(Kind.JOINED, Kind.ALIVE, Kind.PROGRESS):
+        return []
     told = [fact for fact in evidence.of(Kind.NCCL_INFO) if _OWN_INTERFACE.match(fact.name) and fact.host]
+    told = [fact for fact in told if fact.name != "lo"]
     shared = {
         one.detail for one in told if any(one.detail == other.detail and one.host != other.host for other in told)
     }
@@ -701,6 +710,9 @@ Sides = Mapping[tuple[object, ...], set[int]]
 # --- what a witness says outright ---
 
 
+_BEGINS_EVALUATION = re.compile(r"name='evaluation .*, beginning of try \d+'")
+
+
 def by_guard(evidence: Evidence, world: World) -> Verdict | None:
     """An incident of ncclguard's own: the ranks agreed on it while they lived.
 
@@ -715,8 +727,14 @@ def by_guard(evidence: Evidence, world: World) -> Verdict | None:
         return None
     cause = Cause(first.name) if first.name in {cause.value for cause in Cause} else Cause.UNKNOWN
     reason = received(first.detail) if first.detail else tr("the ranks agreed on it")
+    named = set(first.peers)
+    others = set(range(world.size or max(named, default=0))) - named
+    if cause is Cause.EXITED and _BEGINS_EVALUATION.search(first.detail) and len(named) > len(others) > 0:
+        alone = tuple(sorted(others))
+        reason = joined("; ", (reason, tr("{ranks} alone called this evaluation", ranks=ranks_text(alone))))
+        return Verdict((), cause, "high", "ncclguard incident", reason, [first], work=first.work, suspects=alone)
     return Verdict(
-        tuple(sorted(set(first.peers))), cause, "high", "ncclguard incident", reason, [first], work=first.work,
+        tuple(sorted(named)), cause, "high", "ncclguard incident", reason, [first], work=first.work,
         sides=list(first.sides),
     )  # fmt: skip
 
@@ -1038,9 +1056,6 @@ def by_barrier(evidence: Evidence, world: World) -> Verdict | None:
         came = {fact.rank for fact in evidence.of(Kind.BARRIER_REACHED)}
         named = tuple(sorted({rank for fact in facts for rank in fact.peers}))
         reason = tr("rank 0 reports that {ranks} did not reach the barrier", ranks=ranks_text(named))
-        if late := _came_late(evidence, named):
-            reason = tr("{ranks} came when rank 0 had given up the barrier", ranks=ranks_text(late))
-            return Verdict(late, Cause.LATE, "medium", "monitored barrier", reason, facts)
         if came & set(named):  # each says it of the other: the connection between them, or both
             return Verdict(rule="monitored barrier", reason=reason, facts=facts, suspects=tuple(sorted({0, *named})))
         return Verdict(named, Cause.UNKNOWN, "high", "monitored barrier", reason, facts)
@@ -1055,18 +1070,6 @@ def by_barrier(evidence: Evidence, world: World) -> Verdict | None:
     who = ranks_text({fact.rank for fact in reached if fact.rank is not None})
     reason = tr("{who} reached the barrier and waited for rank 0, which printed nothing", who=who)
     return Verdict((0,), Cause.UNKNOWN, "medium", "monitored barrier", reason, reached)
-
-
-def _came_late(evidence: Evidence, named: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that rank 0 missed, if each of them came behind its report and found it gone.
-
-    A rank that had come in time and could not reach rank 0 would have waited until the limit, and said so.
-    """
-    missed = {fact.source: fact.line for fact in reversed(evidence.of(Kind.BARRIER_MISSING))}
-    came = {fact.rank for fact in evidence.of(Kind.BARRIER_REACHED) if fact.line > missed.get(fact.source, fact.line)}
-    found_gone = {fact.rank for fact in evidence.of(Kind.GLOO_CLOSED)}
-    waited = {fact.rank for fact in evidence.of(Kind.GLOO_TIMEOUT)}
-    return tuple(named) if set(named) <= (came & found_gone) - waited else ()
 
 
 def by_store_barrier(evidence: Evidence, world: World) -> Verdict | None:
@@ -1393,6 +1396,31 @@ def by_alone(evidence: Evidence, world: World) -> Verdict | None:
     return Verdict((row.rank,), Cause.DIVERGED, "medium", "alone", reason, row.facts[:2], overturned=overturned, work=row.work, group=row.group)  # fmt: skip
 
 
+#: Calls that ranks of one job make differently when all is well.
+_BETWEEN_TWO = frozenset(["send", "recv", "isend", "irecv", "batch_isend_irecv"])
+
+
+def by_tracebacks(evidence: Evidence, world: World) -> Verdict | None:
+    """All ranks have waited until gloo's limit, and the traceback of one alone is of another call than the others'."""
+    waited = {fact.rank for fact in evidence.of(Kind.GLOO_TIMEOUT)} - {None}
+    calls: dict[str, list[Fact]] = defaultdict(list)
+    for rank in waited:
+        traced = next((one for one in evidence.of(Kind.EXCEPTION) if one.rank == rank and one.frames), None)
+        if traced is None:
+            return None
+        in_backward = "backward" if traced.frames[-1].endswith(" in _engine_run_backward") else ""
+        calls[next(iter(collectives_in(traced)), in_backward)].append(traced)
+    if world.size is None or world.size < 3 or waited != set(range(world.size)) or len(calls) != 2:
+        return None
+    few, many = sorted(calls, key=lambda call: len(calls[call]))
+    if not few or not many or len(calls[few]) > 1 or {few, many} & _BETWEEN_TWO:
+        return None
+    named = (calls[few][0].rank or 0,)
+    reason = tr("{ranks} waited in {call}, and all others in {other}", ranks=ranks_text(named), call=few, other=many)
+    overturned = [tr("groups of their own, in which each of these calls belongs")]
+    return Verdict(named, Cause.DIVERGED, "medium", "tracebacks", reason, calls[few], overturned=overturned)
+
+
 # --- who says nothing ---
 
 
@@ -1513,7 +1541,15 @@ RULES: tuple[Rule, ...] = (
     by_store_barrier, by_clients, by_watchdog, by_peer_closed, by_unreachable, by_port, by_ras, by_hccl, by_counters, by_store_key, by_analyser, by_stacks,
 )  # fmt: skip
 #: Weaker ones, which also say what the ranks differ in.
-LAST_RULES: tuple[Rule, ...] = (by_alone, by_divergence, by_silence, by_silence_in_group, by_gone_peer, by_first_exit)
+LAST_RULES: tuple[Rule, ...] = (
+    by_alone,
+    by_tracebacks,
+    by_divergence,
+    by_silence,
+    by_silence_in_group,
+    by_gone_peer,
+    by_first_exit,
+)
 
 
 def find_culprits(evidence: Evidence, world: World) -> Verdict:
@@ -1522,12 +1558,20 @@ def find_culprits(evidence: Evidence, world: World) -> Verdict:
     torchrun counts the ranks of each of torchft's replica groups from 0 on: such a number names nobody in the job.
     """
     verdict = _first_verdict(evidence, world)
+    if verdict.rule == "silence" and (end := _end_of(evidence, verdict.culprits)) is not None:
+        ended = tr("{ranks} ended first, with exit code {code}", ranks=ranks_text(verdict.culprits), code=end.number)
+        verdict.reason, verdict.facts = joined("; ", (ended, verdict.reason)), [end, *verdict.facts]
     own = [fact for fact in verdict.facts if fact.rank in verdict.culprits]
     if evidence.replicated and own and not any(fact.rank_basis in ("launcher", "name", "pid") for fact in own):
         where = {tr("rank {rank} of the replica group in {file}", rank=fact.rank, file=fact.file.rpartition("/")[2]): 0
                  for fact in own}  # fmt: skip
         verdict.culprits, verdict.places = (), tuple(where)[:4]
     return verdict
+
+
+def _end_of(evidence: Evidence, ranks: Sequence[int]) -> Fact | None:
+    """Return what a launcher says of the end of the one rank that is named, if it noticed that first."""
+    return next((fact for fact in first_to_exit(evidence) if len(ranks) == 1 and fact.rank in ranks), None)
 
 
 def _first_verdict(evidence: Evidence, world: World) -> Verdict:

@@ -230,6 +230,7 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         return Decision("fix-environment", tr("a data-loader worker was killed: memory, or shared memory, of the host"))
     numbers = {fact.number for fact in facts + verdict.facts if fact.kind in (Kind.LAUNCHER, Kind.EXIT)}
     crashed = [fact for fact in evidence.of(Kind.NOTE, name="segfault") if fact.rank in verdict.culprits]
+    crashed = [fact for fact in crashed if re.match(r"(?!lib(?:c\b|c-|pthread)|ld-).*\.so\b", fact.detail)]
     if crashed:
         reason = tr("the kernel says that it crashed in {library}: another version of that", library=crashed[0].detail)
         return Decision("fix-environment", reason)
@@ -283,8 +284,8 @@ _ADVICE = {
 "under a longer limit (a gloo group of its own with its own timeout)."),
     "unused_params": tr("Some ranks produced no gradient for part of the model. Run the skipped module on a dummy input "
 "times zero, or set find_unused_parameters=True with DDP."),
-    "mismatch_shape_or_op": tr("Compare the tensor shapes that the ranks pass to this call: pad to a common size, or exchange "
-"the sizes first."),
+    "mismatch_shape_or_op": tr("Compare what the ranks call here: tensors of different sizes (pad them, or exchange the sizes "
+"first), or a call that only some of them make (`if rank == 0:`)."),
     "oom_or_crash_other_rank": tr("Read the failed rank's own traceback first; the timeouts of the others follow from it. For a "
 "killed process look into `dmesg -T` for the out-of-memory killer."),
     "checkpoint_io": tr("Saving took longer than the limit. Save under a gloo group with a long timeout, or write "
@@ -337,11 +338,23 @@ def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bo
             "Read `dmesg -T` and the memory limit of the host of {ranks}, and give it more memory or the job less to load.",
             ranks=who or tr("the process that ended"),
         )
+    if finding.name == "oom_or_crash_other_rank" and any(fact.kind is Kind.EXCEPTION for fact in verdict.facts):
+        return tr(
+            "Read the traceback of {ranks} first; what the others say follows from it.", ranks=who or tr("who raised")
+        )
     if decision.action != "unknown" and finding.name in _ADVICE:
         return _ADVICE[finding.name]
     if who or verdict.suspects:
         who = who or ranks_text(verdict.suspects)
-        if stacks:
+        if verdict.culprits and verdict.cause is Cause.LOST:
+            return tr(
+                "Read `dmesg -T` of the host of {ranks} for the out-of-memory killer, and the end of its log.",
+                ranks=who,
+            )
+        gone = verdict.cause in (Cause.EXITED, Cause.FAILED) or any(
+            fact.kind in (Kind.LAUNCHER, Kind.EXIT) and fact.rank in verdict.culprits for fact in verdict.facts
+        )
+        if stacks or (verdict.culprits and gone):
             return tr("Read the end of the log of {ranks}.", ranks=who)
         return tr(
             "Read the end of the log of {ranks} and, while the job hangs, all stacks: `ncclguard hang` on its hosts (or "

@@ -37,6 +37,7 @@ _CORRECTED = frozenset([63, 92, 94])
 _NOT_OF_A_JOB = re.compile(
     r"\b(?:process \d+ \(|task=)(?:jupyter|code|node|java|rsession|MATLAB|firefox|chrome)[\w\-]*(?:\)|,)"
 )
+_IN_EVALUATION = re.compile(r"\b(?:name|phase)='evaluation ")
 _JOB_OF_TABLE = re.compile(r"(\d+)[\s|].*COMPLETED")
 _OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC, Kind.KERNEL_OOM])
 _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
@@ -271,6 +272,9 @@ class Collector:
             self._scanners[source.index] = Scanner(source)
             self.evidence.sources.append(source)
             self._signs.job |= source.rank is not None or source.one_node
+            if source.name.endswith(".py"):
+                self._quoted[source.index] = sys.maxsize
+                self.evidence.notes.append(tr("{name}: a program, and no log", name=source.name))
             if data and _LIST.fullmatch(data) and b"\n" in data.strip():
                 self._quoted[source.index] = sys.maxsize
         self._signs.read(source.index, data)
@@ -625,7 +629,7 @@ def _leave_out_other_worlds(evidence: Evidence) -> None:
 
 
 def _is_of_the_kernel(fact: Fact) -> bool:
-    return fact.kind in _OF_THE_KERNEL or fact.name == "host_memory"
+    return fact.kind in _OF_THE_KERNEL or fact.name in ("host_memory", "segfault")
 
 
 def _tasks(fact: Fact) -> list[Fact]:
@@ -742,7 +746,7 @@ def _mark_evaluated(evidence: Evidence) -> None:
         fact
         for fact in accusing
         if fact.line < over.get(fact.source, 0)
-        or (fact.source in over and fact.kind is Kind.GUARD and "phase='evaluation " in fact.detail)
+        or (fact.source in over and fact.kind is Kind.GUARD and _IN_EVALUATION.search(fact.detail))
     ]
     if there and _tell_all(there, accusing):
         for fact in accusing:
@@ -764,8 +768,13 @@ def _told(fact: Fact) -> tuple[object, ...]:
 
 def _give_to_who_crashed(evidence: Evidence) -> None:
     """Count an end by SIGSEGV of which nobody says whose it is for the one rank of which the kernel tells it."""
-    crashed = {fact.rank for fact in evidence.of(Kind.NOTE, name="segfault")}
     ends = [fact for fact in evidence.of(Kind.LAUNCHER, Kind.EXIT) if fact.number == -11]
+    when = [fact.when for fact in ends if fact.when is not None]
+    crashed = {
+        fact.rank
+        for fact in evidence.of(Kind.NOTE, name="segfault")
+        if fact.when is None or all(abs(fact.when - one) < _DAY for one in when)  # the clocks may be of two time zones
+    }
     if len(crashed) == 1 and all(fact.rank in {None, *crashed} for fact in ends):
         for fact in ends:
             fact.rank = fact.rank if fact.rank is not None else next(iter(crashed))

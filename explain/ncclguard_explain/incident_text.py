@@ -66,7 +66,8 @@ def read(text: str, following: Following, make: Fact) -> Fact | None:
     """Return the incident of a log line, or of the panel that it begins; None where the line tells of none."""
     if "─" not in text:
         return _verdict(text, make)
-    head = f" {re.sub('[╭╮─]+', ' ', text).strip()} "  # a panel is cut into lines, of which some are joined
+    # A panel is cut into lines, of which some are joined, and one of a log in front of it may be joined with its top.
+    head = f" {re.sub('[╭╮─]+', ' ', text[max(text.rfind(HEAD), 0) :]).strip()} "
     for body in _bodies(following, 6):
         head = beside(head, f"{' '.join(body.split())} ")
     found = _verdict(head, make)

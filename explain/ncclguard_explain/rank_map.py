@@ -28,7 +28,7 @@ MOST = 100_000
 _OWN_RANK = re.compile(
     r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
     r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
-    r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\b[Rr]ank +(?=\d+/\d+ on [A-Za-z])|\bRank (?=\d+: Completed store-based barrier)|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
+    r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\bRank (?=\d+: Completed store-based barrier)|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 _LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
 # The environment of one rank, as a container's entry point prints it.
@@ -60,7 +60,8 @@ _SENDS = re.compile(r"Channel \d+(?:/\d+)? ?: (\d+)\[\w+\] -> (\d+)\[\w+\] \[(se
 _ENGINE = re.compile(r"EngineCore_DP(\d{1,6})$")
 _NODE_OF_POD = re.compile(r"^\s+NODE_RANK: +(\d{1,5})\b")
 _RANK_OF_POD = re.compile(r"^\s+RANK: +(\d{1,6})\s*$")
-_ONE_GPU = re.compile(r"^\s+[\w.\-]+/gpu: +1\s*$")  # what the pod may use at most
+_GPUS_OF_POD = re.compile(r"^\s+(?:nvidia|amd)\.com/gpu: +(\d{1,3})\s*$")
+_WORLD_OF_POD = re.compile(r"^\s+WORLD_SIZE: +(\d{1,6})\s*$")
 _OF_GROUP = re.compile(r"\[rank (\d{1,6})/(\d{1,6})\]")  # vLLM: in a group of that size
 _OF_GLOO = re.compile(r"\[Gloo\] Rank (\d{1,6}) is connected to (\d{1,6}) peer ranks")
 _PROCESS = re.compile(
@@ -98,9 +99,9 @@ _ON_HOST = re.compile(
 _HOST_OF_RANK = re.compile(
     r"^([A-Za-z][\w\-]*\d[\w.\-]*):? (?=\S*RANK|SLURM_)|\b(?:SLURMD_NODENAME|HOSTNAME|NODE_?NAME)[=:] ?([A-Za-z][\w.\-]*\d[\w.\-]*)"
 )
-_TASK_ON = re.compile(
-    r"\b(?:task|rank|process) +(\d{1,6})(?:/\d{1,6})? on (?:node |host )?([A-Za-z][\w.\-]*\d(?:[\w.\-]*\w)?)"
-)
+_TASK_ON = re.compile(r"\b(?:task|rank|process) (\d{1,6}) on (?:node |host )?([A-Za-z][\w.\-]*\d(?:[\w.\-]*\w)?)")
+#: What a task of srun says of itself: "rank 12/16 on gpu-3", behind the number that srun gives it.
+_OF_TASK = re.compile(r"[Rr]ank +(\d{1,6})/\d{1,6} on (?:node |host )?([A-Za-z][\w.\-]*\d(?:[\w.\-]*\w)?)\b")
 # SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
 _DUMPED = re.compile(r"(?:\[[^\]]*?((?: (?:DP|PP|TP|EP)\d+)+)\] )?[Pp]yspy dump for PID (\d+)")
 # The node's place in the job and the ranks on a node. torchrun takes --node_rank for its static rendezvous alone.
@@ -168,7 +169,9 @@ class RankMap:
     _nodes: dict[str, int] = field(default_factory=dict)  # scope -> node, of DeepSpeed's launcher
     _of_host: set[str] = field(default_factory=set)  # those of these scopes that are hosts of which a line tells it
     _started: list[dict[int, int]] = field(default_factory=list)  # pid -> its number, of each list of an input
-    _with_one_gpu: set[str] = field(default_factory=set)  # pods
+    _spans: dict[str, range] = field(default_factory=dict)  # host -> its ranks, as a line tells them last
+    _gpus_of: dict[str, set[int]] = field(default_factory=dict)  # pod -> what its containers may use at most
+    _worlds_of_pods: set[int] = field(default_factory=set)  # WORLD_SIZE in their descriptions
     _assigned: bool = False  # torchrun's store gives the nodes their ranks, whatever they were given
     _of_group: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, rank) -> the group's size
 
@@ -244,6 +247,8 @@ class RankMap:
             self.hosts.setdefault(where, set()).add(rank)
         if rank is not None and (task := _TASK_ON.search(text)) and int(task[1]) == rank:
             self.hosts.setdefault(task[2], set()).add(rank)
+        if prefix.basis == "task" and (task := _OF_TASK.match(text)) and int(task[1]) == prefix.node:
+            self.hosts.setdefault(task[2], set()).add(int(task[1]))
         if rank is not None and "host" in text and (found := _ON_HOST.search(text)):
             self.hosts.setdefault(found[1], set()).add(rank)
             if (local := _LOCAL_RANK.search(text)) and not _TROUBLE.search(text):
@@ -261,9 +266,9 @@ class RankMap:
                 spans += [(name, row[3], row[4]) for name in row.groups()[:2] if name]
             for host, listed in _LISTED_ON.findall(text):
                 self.hosts.setdefault(host, set()).update(int(number) for number in listed.split(","))
-            for host, low, high in spans:
+            for host, low, high in spans if "group" not in text else ():
                 if int(low) <= int(high) < int(low) + 4096:
-                    self.hosts.setdefault(host, set()).update(range(int(low), int(high) + 1))
+                    self._span(host, range(int(low), int(high) + 1))
         if "RankID:" in text and (device := _DEVICE.search(text)):
             self.process(int(device[1]), int(device[3]), prefix.host)
             _prove(self.first, scope, max(int(device[3]) - int(device[2]), NOBODY))
@@ -275,8 +280,10 @@ class RankMap:
             _prove(self._nodes, pod, int(node[1]))
         if pod and text.startswith(" ") and (own_rank := _RANK_OF_POD.match(text)):
             self.environments.setdefault(pod, set()).add(int(own_rank[1]))
-        if pod and text.startswith(" ") and _ONE_GPU.match(text):
-            self._with_one_gpu.add(pod)
+        if pod and text.startswith(" ") and (gpus := _GPUS_OF_POD.match(text)):
+            self._gpus_of.setdefault(pod, set()).add(int(gpus[1]))
+        if pod and text.startswith(" ") and (size := _WORLD_OF_POD.match(text)):
+            self._worlds_of_pods.add(int(size[1]))
         if "pod" in text and (on_pod := _ON_POD.search(text)):
             self.hosts.setdefault(on_pod[2], set()).add(int(on_pod[1]))
         if "::" in text and (placed := _SPIED_PLACE.search(text)):
@@ -294,6 +301,16 @@ class RankMap:
             of_place = places.rank_of((dumped[1] or prefix.place).strip(), self.parallel)  # lines may have been joined
             if of_place is not None:
                 self.process(int(dumped[2]), of_place)
+
+    def _span(self, host: str, ranks: range) -> None:
+        """Note a host's ranks: of a job that was started anew the last that was said of a host, or of ranks, counts."""
+        earlier = self._spans.get(host)
+        if earlier is not None and earlier != ranks:
+            self.hosts.get(host, set()).difference_update(earlier)
+        for other in [name for name, there in self._spans.items() if name != host and there == ranks]:
+            self.hosts.get(other, set()).difference_update(self._spans.pop(other))
+        self._spans[host] = ranks
+        self.hosts.setdefault(host, set()).update(ranks)
 
     def _of_log(self, pod: str, rows: Sequence[str]) -> None:
         """Note the ranks that speak in a pod's log, which `kubectl logs` prints up to the next command or heading."""
@@ -424,7 +441,7 @@ class RankMap:
             and (
                 told <= self.with_local
                 or len(told) == max(self.worlds, default=0)
-                or set(self.environments) <= self._with_one_gpu
+                or self._have_one_gpu(spoken, stated_world)
                 or self._one_rank_each(facts, sources, stated_world)
             )
             and not any(_OTHER_GPU.search(fact.text) or _OTHER_GPU.search(fact.detail) for fact in facts)
@@ -499,6 +516,14 @@ class RankMap:
             for name in [*([folder] if folder else []), *_ADDRESS.findall(file)]:
                 _prove(found.first, name, of_input)
         return found
+
+    def _have_one_gpu(self, spoken: set[int], stated_world: int | None) -> bool:
+        """Return whether the pods that are described have one GPU each, and so one rank, and are of this job."""
+        size = min(self._worlds_of_pods, default=0)
+        alone = all(self._gpus_of.get(pod) == {1} for pod in self.environments)
+        return (
+            alone and self._worlds_of_pods == {size} and stated_world in (None, size) and max(spoken, default=0) < size
+        )
 
     def _one_rank_each(self, facts: Iterable[Fact], sources: Iterable[Source], stated_world: int | None) -> bool:
         """Return whether the logs of pods have one rank each, of which two are neighbours: so none has several.
@@ -610,7 +635,11 @@ class RankMap:
             rank = self._process_of(fact)
             if rank not in (None, NOBODY):
                 return rank, "pid"
-            local = self._local_of.get(fact.pid, NOBODY)
+            local = (
+                self._local_of.get(fact.pid, NOBODY)
+                if fact.name != "segfault" or not (fact.where or fact.host)
+                else NOBODY
+            )
             if local != NOBODY and fact.local_rank is None:
                 rank = self._local_rank(fact.clone(local_rank=local), one_node, local_size)
                 if rank is not None:

@@ -310,6 +310,8 @@ def survived(evidence: Evidence) -> list[Fact]:
 
 #: Incidents of ncclguard's own that a job went on after, of which the summary tells.
 SHOWN_SURVIVED = 3
+#: torchrun's words of a SIGINT, and Python's.
+_INTERRUPTED = re.compile(r"got signal: 2\b|^(?:\[\w+\]: ?)?KeyboardInterrupt$")
 #: A log says nothing of a job that hangs and whose limits have not passed.
 _STANDS = tr("If the job stands still now, `ncclguard hang` on its hosts says which rank it waits for.")
 
@@ -320,6 +322,8 @@ def _nothing_seen(evidence: Evidence) -> Message:
         return tr("Uncertain: {place}, and the rest of it is missing. Pass the whole log.", place=place)
     again = survived(evidence)
     nothing = tr("No incident found in these inputs.")
+    if not again and any(_INTERRUPTED.search(fact.text) for fact in evidence.facts):
+        return tr("No incident found in these inputs: the job was ended with Ctrl-C.")
     if not again:
         ended = any(fact.name in ("finished", "succeeded") for fact in evidence.of(Kind.PHASE))
         return nothing if ended else joined(" ", (nothing, _STANDS))

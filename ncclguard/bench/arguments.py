@@ -57,9 +57,15 @@ class Size:
         """
         count = int(self.value) // element_size if self.is_bytes else int(self.value)
         if count < 1:
-            raise ValueError(f"{self.text!r} is less than one element of {element_size} bytes; ask for at least one.")
+            raise ValueError(
+                told(
+                    "{text} is less than one element of {count} bytes; ask for at least one.",
+                    text=repr(self.text),
+                    count=element_size,
+                )
+            )
         if count * element_size > _LARGEST:
-            raise ValueError(f"{self.text!r} is more than 2**62 bytes; ask for less.")
+            raise ValueError(told("{text} is more than 2**62 bytes; ask for less.", text=repr(self.text)))
         return count
 
 
@@ -71,7 +77,11 @@ def parse_size(text: str) -> Size:
     """
     match = _NUMBER.match(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write elements as 5e8 or 500_000_000, bytes as 1.5GiB or 64MB.")
+        raise ValueError(
+            told(
+                "{text} is not a size; write elements as 5e8 or 500_000_000, bytes as 1.5GiB or 64MB.", text=repr(text)
+            )
+        )
     value = Decimal(match["number"].replace("_", ""))
     unit = match["unit"].lower()
     if unit:

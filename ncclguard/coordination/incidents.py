@@ -311,8 +311,8 @@ def _further(text: str, cause: Cause, state: Subject, resumed: bool = False, ran
     """Return what would have made more of the same failure; empty where the program has it, or nothing here would."""
     if not state.guarded:
         return tr(
-            '`watch()` only observes, or with on_hang="abort" ends the collectives. A guarded call (`safe_all_reduce`, or the '
-            'backend "ncclguard") ends on all ranks at its limit, and the program goes on with the tensor as it was.'
+            'A guarded call (`safe_all_reduce`, or the backend "ncclguard") ends on all ranks at its limit, and the program goes '
+            'on with the tensor as it was; `watch()` only tells of it, or with on_hang="abort" ends it for good.'
         )
     if resumed or in_evaluation(text):
         return ""

@@ -111,7 +111,9 @@ def one_try(name: str, members: tuple[int, ...], timeout: float) -> Iterator[pro
             yield redirection
     except BaseException as error:
         follows = failed_collective(error, redirection.failures) is not None
-        sections.leave(_in_words(error), follows=follows, stack=traceback_frames(error, begin=_programs_own(error)))
+        sections.leave(
+            describe_exception(error), follows=follows, stack=traceback_frames(error, begin=_programs_own(error))
+        )
         raise
     sections.leave()
 
@@ -638,7 +640,7 @@ class Evaluation:
         if isinstance(error, Exception):
             return self._result_of(error, failures)
         self._interruption = error
-        return RankResult(self._rank, Kind.INTERRUPTED, _in_words(error))
+        return RankResult(self._rank, Kind.INTERRUPTED, describe_exception(error))
 
     def _result_of(self, error: Exception, failures: Sequence[Outcome] = ()) -> RankResult:
         """Describe this rank's exception, whose own frames hold memory, for the other ranks."""
@@ -799,15 +801,6 @@ def _branches(label: str, places: Iterable[tuple[int, str]]) -> str:
         name=label,
         lines=lines,
     )
-
-
-def _in_words(error: BaseException) -> str:
-    """Describe an exception that ended a try, for the other ranks; of an exit its code first."""
-    text = describe_exception(error)
-    if not isinstance(error, SystemExit):
-        return text
-    code = "" if error.code is None else repr(error.code)[:80]  # which may be a message of the program
-    return tr("called sys.exit({code}): {exception}", code=code, exception=text)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

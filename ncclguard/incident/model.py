@@ -412,7 +412,7 @@ def _time(incident: Incident) -> Message:
         passed = tr("limit {time}, {passed}", time=duration(incident.timeout), passed=passed)
     parts = [passed, tr("tries: {count}", count=incident.attempts)]
     if incident.decided_after is not None:
-        parts.append(tr("decided {time} after the revoke", time=duration(incident.decided_after)))
+        parts.append(tr("decided in {time}", time=duration(incident.decided_after)))
     return joined("; ", parts)
 
 

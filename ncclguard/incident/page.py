@@ -108,7 +108,7 @@ def _tags(document: Document) -> list[Message]:
         tags.append(tr("limit {time}, {passed}", time=duration(incident.timeout), passed=passed))
     tags.append(tr("tries: {count}", count=incident.attempts))
     if incident.decided_after is not None:
-        tags.append(tr("decided {time} after the revoke", time=duration(incident.decided_after)))
+        tags.append(tr("decided in {time}", time=duration(incident.decided_after)))
     steps = optimizer_steps(incident)
     if steps is not None:
         tags.append(steps)

@@ -305,7 +305,11 @@ def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], 
         if time.monotonic() >= until:
             break
         time.sleep(LOOK)
-    where = f"groups {', '.join(pending)}" if pending else "the job, which has no guarded group yet,"
+    where = (
+        f"groups {', '.join(pending)}"
+        if pending
+        else "the job, which has no guarded group yet (`watch()` alone takes no setting),"
+    )
     print(
         f"{text} is proposed; {where} will take it with the next exchange: every {every}th operation of a group has one"
     )

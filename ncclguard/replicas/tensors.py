@@ -144,9 +144,13 @@ def several(given: object, kind: type[Kind], word: str, function: str) -> tuple[
     some = (given,) if isinstance(given, kind) or not isinstance(given, Iterable) else tuple(given)
     for one in some:
         if not isinstance(one, kind):
-            raise GuardConfigError(
-                f"{word} is a {type(one).__name__}, which is no {kind.__name__}: {function}(model, optimizer) takes them in this order"
+            found = {"found": type(one).__name__, "kind": kind.__name__, "function": function}
+            text = tr(
+                "{word} is {found}, not {kind}: {function}(model, optimizer) takes them in this order",
+                word=word,
+                **found,
             )
+            raise GuardConfigError(say(text))
     return some
 
 

@@ -78,7 +78,7 @@ def test_training_goes_on_with_the_losses_of_a_run_without_evaluation() -> None:
 
 @pytest.mark.parametrize(
     ("how", "told"),
-    [("KeyboardInterrupt", "KeyboardInterrupt at"), ("SystemExit", "called sys.exit(9): SystemExit at")],
+    [("KeyboardInterrupt", "KeyboardInterrupt at"), ("SystemExit", "SystemExit at")],
 )
 def test_an_interruption_ends_the_evaluation_on_all_ranks_at_once_and_leaves_them_in_step(how: str, told: str) -> None:
     """It ended in a wait of 17 times the limit on the others, and the next evaluation met the calls of this one."""
@@ -97,7 +97,7 @@ def test_an_exit_inside_an_evaluation_is_told_to_the_others_and_keeps_its_code()
     assert [rank.exit_code for rank in job] == [1, 9, 1], str(job)
     for rank in (0, 2):
         said = job[rank].reports
-        assert said["seconds 1"] < 20.0 and "rank 1: called sys.exit(9)" in said["step 1"], said
+        assert said["seconds 1"] < 20.0 and "rank 1: SystemExit at" in said["step 1"], said
 
 
 def test_a_fault_is_reported_once_and_what_else_it_breaks_refers_to_that(tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ def test_without_a_command_it_says_what_there_is(capsys: pytest.CaptureFixture[s
     assert "usage: ncclguard" in capsys.readouterr().err
 
 
+def test_help_of_a_command_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", "drill"])
+    assert capsys.readouterr().out.startswith("usage: ncclguard drill")
+
+
 @pytest.mark.parametrize("word", ["-h", "--help", "help"])
 def test_help_lists_the_commands_that_are_there(capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert main([word]) == 0

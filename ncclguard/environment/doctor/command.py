@@ -32,6 +32,7 @@ from ncclguard.environment.doctor.checks import (
 from ncclguard.environment.doctor.survey import MEASURE_SECONDS, Exchange, Survey, Unreachable, take_survey
 from ncclguard.errors import GuardConfigError
 from ncclguard_explain.command_line import Parser, described, progress
+from ncclguard_explain.host import resolve
 from ncclguard_explain.language import Message, joined, say, speaking_to, told, tr
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}
@@ -153,6 +154,9 @@ def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:
         alone = skipped("connections", tr("one process: start it on all hosts with torchrun or srun"))
         survey = Survey([*local, alone], {context.rank: own_facts(context)}, [])
         return _conclude(context, survey, arguments), False
+    if context.job.master_addr is not None and not resolve(context.job.master_addr):  # torch would try for a minute
+        unknown = Unreachable(tr("{host} does not resolve", host=context.job.master_addr))
+        return _conclude_unreachable(context, local, unknown, arguments), False
     exchange = None
     try:
         if context.job.master_addr is None:
@@ -172,12 +176,19 @@ def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:
             code = int(verdict[0])
             exchange.put("goodbye", True)
     except Unreachable as problem:
-        checks = [*local, _unreachable(context, problem)]
-        print_table(checks, sys.stderr)
-        if context.rank == 0 and arguments.json:
-            write_json(checks, arguments.json)
-        code = 2
+        code = _conclude_unreachable(context, local, problem, arguments)
     return code, exchange is None or exchange.abandoned
+
+
+def _conclude_unreachable(
+    context: Context, local: Sequence[Check], problem: Unreachable, arguments: argparse.Namespace
+) -> int:
+    """Show what this host alone has found; returns the exit code."""
+    checks = [*local, _unreachable(context, problem)]
+    print_table(checks, sys.stderr)
+    if context.rank == 0 and arguments.json:
+        write_json(checks, arguments.json)
+    return 2
 
 
 def run_local_checks(context: Context) -> list[Check]:
@@ -195,6 +206,13 @@ def run_local_checks(context: Context) -> list[Check]:
 
 def _unreachable(context: Context, problem: Unreachable) -> Check:
     job = context.job
+    advice = tr(
+        "on {host}, allow TCP port {port} from this host; is rank 0 running? is the port taken?",
+        host=job.master_addr,
+        port=job.master_port,
+    )
+    if job.master_addr is None or not resolve(job.master_addr):
+        advice = tr("see the row of the master above")
     return error(
         "store",
         tr(
@@ -204,11 +222,7 @@ def _unreachable(context: Context, problem: Unreachable) -> Check:
             address=f"{job.master_addr}:{job.master_port}",
             because=problem.reason,
         ),
-        tr(
-            "on {host}, allow TCP port {port} from this host; is rank 0 running? is the port taken?",
-            host=job.master_addr,
-            port=job.master_port,
-        ),
+        advice,
     )
 
 

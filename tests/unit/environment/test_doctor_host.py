@@ -372,6 +372,23 @@ def test_the_command_on_one_host_prints_a_table_and_json(
     assert "To paste into an issue" in captured.err and "check" in captured.err
 
 
+def test_a_master_whose_name_has_no_address_is_not_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch tries for a minute, and the store's row said then to open a port on a host that there is not."""
+    for name, value in (
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "nosuchhost.invalid"),
+        ("MASTER_PORT", "29555"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, "Exchange", None)
+    assert command.main([]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "see the row of the master above" in shown and "allow TCP port" not in shown
+
+
 def test_a_check_that_fails_by_itself_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It becomes an error of its own."""
 

@@ -468,7 +468,7 @@ def test_who_has_not_imported_the_package_is_told_to(explain_lines: Explain) -> 
     ("advice", "of", "first"),
     [
         (ADVICE_ABORTED, "panel", "It aborted itself"),
-        (ADVICE_ABORTED, "log", "Compare the tensor shapes"),
+        (ADVICE_ABORTED, "log", "Compare what the ranks call"),
         (ADVICE_WATCHED[Cause.LOST], "log", "See the launcher's"),
     ],
     ids=["aborted", "aborted-for-a-size", "killed"],
@@ -525,3 +525,89 @@ def test_all_incidents_that_a_job_went_on_after_are_told_of(explain_lines: Expla
     report = explain_lines(["step 1: loss 1.2", *lines, *STEPS], world_size=3)
     assert not report.incident and report.summary.startswith("No incident in these inputs has stopped the job.")
     assert all(f"float32[{n}]" in report.summary for n in (1, 2)), report.summary
+
+
+STOOD = "all_reduce(Float [68], group 0 default_pg, number 10) {} 1.14 s{}"
+CALLED = ["{} all_reduce(Float [68], group 0 default_pg, number 10)", "{} barrier(group 0 default_pg, number 10)"]
+
+
+@pytest.mark.parametrize(
+    "said, sides",
+    [
+        (STOOD.format("stood still for", ": rank 1 diverged."), ("ranks 0, 2 called", "rank 1 called")),
+        (STOOD.format("停滞了", "：rank 1 调用不一致。"), ("rank 0、2 调用了", "rank 1 调用了")),
+    ],
+    ids=["en", "zh"],
+)
+def test_ranks_in_different_operations_are_not_said_to_differ_in_shapes(
+    said: str, sides: tuple[str, str], explain_lines: Explain
+) -> None:
+    rows = [line.format(who) for line, who in zip(CALLED, sides, strict=True)]
+    report = explain_lines(of_panel("512d19d6-0-gloo-10.0", said, *rows))
+    assert (report.culprits, report.cause_class) == ((1,), "rank_divergence")
+
+
+def test_what_an_evaluation_raises_when_it_gives_up_is_no_fault_of_its_rank(explain_lines: Explain) -> None:
+    said = "all_reduce(float32[], SUM, phase='evaluation evaluate() at step 4, try 1') failed after 0.3 s: rank 1 raised OSError: no such file."
+    gave_up = "ncclguard.errors.GuardError: ncclguard evaluation evaluate() at step 4: stopped after 1 try: the job cannot go on."
+    lines = of_panel("9868ee5a-0-cpu-5.0", said, "cause: failed, raised an exception while the others waited")
+    for rank in (0, 2):
+        lines += [
+            f"[rank{rank}]: {line}"
+            for line in ("Traceback (most recent call last):", '  File "e.py", line 28, in <module>', gave_up)
+        ]
+    assert explain_lines(lines).culprits == (1,)
+
+
+def test_an_incident_of_an_evaluation_that_was_left_out_stands_behind_the_end_of_the_job(
+    explain_lines: Explain,
+) -> None:
+    said = "all_gather_object(sizes, name='evaluation evaluate() at step 4, beginning of try 1') failed after 8 s: rank 1 diverged."
+    over = "ncclguard evaluation evaluate() at step 4: left out because not all ranks came; NaN is returned, and training goes on."
+    report = explain_lines([over, "step 5 loss 1.0", "done", *of_panel("02443fc1-0-cpu-9.0", said, "cause: diverged")])
+    assert not report.incident
+
+
+def test_a_line_of_another_rank_in_front_of_a_panel_is_not_told_twice(explain_lines: Explain) -> None:
+    said = "all_reduce(Float [68], group 0 default_pg, number 10) 停滞了 5.03 s：rank 1 迟到。"
+    lines = [f"ncclguard incident 83cc589a-0-gloo-10.0: {said}（由 rank 0 报告）",
+             *of_panel("83cc589a-0-gloo-10.0", said, "原因：迟到（late），进程活着，在跑别的代码，没有进入这次操作")]  # fmt: skip
+    report = explain_lines(lines)
+    assert report.culprits == (1,)
+    assert report.reason.count("停滞了") == 1, report.reason
+
+
+def test_a_job_that_was_ended_with_ctrl_c_is_not_said_to_stand_still(explain_lines: Explain) -> None:
+    lines = ["step 1 loss 2.0", "W1129 00:28:36.423000 7408 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 7448 closing signal SIGINT"]  # fmt: skip
+    for rank in range(3):
+        lines += [f"[rank{rank}]: {line}" for line in ("Traceback (most recent call last):", '  File "t.py", line 4, in <module>', "KeyboardInterrupt")]  # fmt: skip
+    lines += ["Traceback (most recent call last):", '  File "/v/torchrun", line 8, in <module>',
+              "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7408 got signal: 2"]  # fmt: skip
+    report = explain_lines(lines)
+    assert (report.incident, report.summary) == (
+        False,
+        "No incident found in these inputs: the job was ended with Ctrl-C.",
+    )
+
+
+def test_who_called_an_evaluation_alone_is_shown_and_who_left_in_order_is_not_named(explain_lines: Explain) -> None:
+    said = "all_gather_object(sizes, name='evaluation evaluate() at step 2, beginning of try 1') failed after 0.5 s: ranks 1-2 exited."
+    report = explain_lines(of_panel("03a85a40-0-cpu-3.2", said, "cause: exited, left while the others waited"))
+    assert (report.culprits, report.suspects) == ((), (0,))
+    assert report.reason.endswith("rank 0 alone called this evaluation")
+
+
+def test_an_end_that_the_launcher_tells_with_its_code_is_told(explain_lines: Explain) -> None:
+    lines = [f"[rank{rank}]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:90" for rank in (0, 2)]  # fmt: skip
+    lines += ["E1129 00:44:23.759000 30478 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 3) local_rank: 1 (pid: 30493) of binary: python"]  # fmt: skip
+    report = explain_lines(lines, world_size=3)
+    assert report.culprits == (1,)
+    assert report.reason.startswith("rank 1 ended first, with exit code 3"), report.reason
+    assert report.next_step == "Read the end of the log of rank 1."
+
+
+def test_a_program_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text('raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")\n')
+    report = explain([tmp_path / "train.py"])
+    assert not report.incident
+    assert any(note.endswith("train.py: a program, and no log") for note in report.notes)

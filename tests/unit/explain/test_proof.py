@@ -746,7 +746,7 @@ CRASHED = (
 )
 
 
-@pytest.mark.parametrize("library, named", [("fused_adam.so", (2,)), ("libc.so.6", ())])
+@pytest.mark.parametrize("library, named", [("fused_adam.so", (2,)), ("libc.so.6", (2,))])
 def test_the_process_that_the_kernel_saw_crash_is_named(
     explain_lines: Explain, library: str, named: tuple[int, ...]
 ) -> None:
@@ -768,33 +768,8 @@ def test_the_ranks_of_a_host_that_failed_are_named_where_a_line_tells_them(
     assert explain_lines([*told, "srun: error: Node failure on gpu-h1"]).culprits == (4, 5, 6, 7)
 
 
-MISSED = ["[rank0]: RuntimeError: Rank 2 failed to pass monitoredBarrier in 20000 ms", "[rank0]:  Original exception: ",
-          "[rank0]: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete"]  # fmt: skip
-CAME = ["[rank2]: RuntimeError: Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0.",
-        "[rank2]:  Original exception: "]  # fmt: skip
-FOUND_GONE = "[rank2]: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.5]:2341"
-WAITED = "[rank2]: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete"
-
-
-@pytest.mark.parametrize(
-    "lines, named",
-    [
-        ([*MISSED, *CAME, FOUND_GONE], (2,)),
-        ([*MISSED, *CAME, WAITED], ()),
-        ([*CAME, FOUND_GONE, *MISSED], ()),
-    ],
-    ids=["behind the report", "with a limit of its own", "before the report"],
-)
-def test_who_comes_to_a_monitored_barrier_behind_its_end_is_late(
-    explain_lines: Explain, lines: list[str], named: tuple[int, ...]
-) -> None:
-    report = explain_lines(lines, world_size=4)
-    assert report.culprits == named
-    assert report.cause == ("late" if named else "unknown")
-
-
 def test_a_rank_of_tensorrt_llm_that_aborts_all_is_named_for_its_assertion(explain_lines: Explain) -> None:
-    lines = ["[TensorRT-LLM][ERROR] Assertion failed: Error opening engine file: /models/tp2/rank1.engine (/a/rawEngine.h:71)",
+    lines = ["[TensorRT-LLM][ERROR] [rank 1] Assertion failed: Error opening engine file: /models/tp2/rank1.engine (/a/rawEngine.h:71)",
              "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD", "with errorcode 1."]  # fmt: skip
     report = explain_lines(lines, world_size=2)
     assert (report.culprits, report.decision) == ((1,), "fix-environment")
@@ -825,3 +800,86 @@ def test_two_hosts_with_one_address_do_not_reach_each_other(
     }
     report = explain_lines(logs, world_size=2)
     assert (report.incident, report.cause_class) == (True, found)
+
+
+TIMED_OUT = (
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete"
+)
+IN_BARRIER = ['  File "/v/torch/distributed/distributed_c10d.py", line 5356, in barrier', "    work.wait()"]
+IN_BACKWARD = ['  File "/v/torch/autograd/graph.py", line 979, in _engine_run_backward', "    return run_backward("]
+IN_RECV = ['  File "/v/torch/distributed/distributed_c10d.py", line 2600, in recv', "    work.wait()"]
+
+
+@pytest.mark.parametrize(
+    "calls, named",
+    [
+        ([IN_BACKWARD, IN_BARRIER, IN_BACKWARD], (1,)),
+        ([IN_BACKWARD, IN_BARRIER, IN_BACKWARD, IN_BARRIER], ()),
+        ([IN_BACKWARD, IN_RECV, IN_BACKWARD], ()),
+        ([IN_BACKWARD, IN_BARRIER], ()),
+    ],
+    ids=["one of three", "two of four", "a message", "one of two"],
+)
+def test_who_waited_alone_in_another_call_is_named(
+    explain_lines: Explain, calls: list[list[str]], named: tuple[int, ...]
+) -> None:
+    lines = [line for rank, call in enumerate(calls) for line in raised(rank, *call, TIMED_OUT)]
+    assert explain_lines(lines, world_size=len(calls)).culprits == named
+
+
+def test_what_all_processes_raise_is_not_given_to_the_one_that_the_launcher_saw_first(explain_lines: Explain) -> None:
+    raises = ["Traceback (most recent call last):", '  File "/w/train.py", line 38, in main', "    model = DDP(net)",
+              "ValueError: Default process group has not been initialized, please make sure to call init_process_group."]  # fmt: skip
+    ended = "E1129 00:25:25.764000 4762 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 4824) of binary: python"
+    assert explain_lines([*raises, ended], world_size=3).culprits == (0,)
+    assert explain_lines([*raises * 3, ended], world_size=3).culprits == ()
+
+
+@pytest.mark.parametrize(
+    "dmesg",
+    [
+        ["Jan  4 10:19:59 gpu-b7 kernel: " + CRASHED.format("fused_adam.so")],
+        [CRASHED.format("libc.so.6").replace("903", "901"), CRASHED.format("fused_adam.so")],
+        [CRASHED.format("fused_adam.so").replace("python", "ipython")],
+        ["[Thu Jan  2 09:00:00 2025]" + CRASHED.format("fused_adam.so").partition("]")[2]],
+    ],
+    ids=["another host", "two of them", "another program", "two days before"],
+)
+def test_a_crash_of_another_process_names_nobody(explain_lines: Explain, dmesg: list[str]) -> None:
+    ends = "[2025-01-04 10:20:00,100] [ERROR] [launch.py:322:sigkill_handler] ['python', '--local_rank=3'] exits with return code = -11"
+    log = [f"gpu-a1: {line}" for line in [*MAPPED, *SPAWNED, ends]]
+    report = explain_lines({"ds.log": log, "dmesg.txt": dmesg})
+    assert report.incident and report.culprits == ()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [[f"{n}: {of} rank {n}/3 on gpu-h{n} ready" for n in range(3)] for of in ("node", "machine", "tp", "data parallel")]
+    + [[f"(Worker pid={4320 + n}) EP rank {n}/8 on gpu-h{n}" for n in range(3)]]
+    + [["group ep0: host gpu-h1 node_rank=1 ranks 0-3"]],
+)
+def test_a_number_in_a_group_of_something_else_is_not_the_rank_of_a_host(
+    explain_lines: Explain, told: list[str]
+) -> None:
+    killed = "[ 99.1] Out of memory: Killed process 4321 (python) total-vm:99kB"
+    report = explain_lines([*told, "srun: error: Node failure on gpu-h1", killed], world_size=12)
+    assert report.incident and report.culprits == ()
+
+
+def test_of_a_job_that_was_started_anew_the_last_ranks_of_a_host_count(explain_lines: Explain) -> None:
+    first = [f"host gpu-h{n} node_rank={n} global ranks {8 * n}-{8 * n + 7}" for n in range(3)]
+    again = [f"host gpu-h{n} node_rank={2 - n} global ranks {8 * (2 - n)}-{8 * (2 - n) + 7}" for n in (0, 2)]
+    assert explain_lines([*first, *again, "srun: error: Node failure on gpu-h2"]).culprits == tuple(range(8))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [["      nvidia.com/gpu:  8"], ["      rdma/gpu:  1"], ["      nvidia.com/gpu:  1", "      WORLD_SIZE:   2"]],
+)
+def test_a_pod_that_may_have_more_ranks_or_is_of_another_job_does_not_tell_its_rank(
+    explain_lines: Explain, changed: list[str]
+) -> None:
+    limits = changed if "rdma" in changed[0] else ["      nvidia.com/gpu:  1", *changed]
+    described = ["Name:             sft-worker-1", "      Reason:       OOMKilled", "      Exit Code:    137", "    Limits:",
+                 *limits, "    Environment:", "      WORLD_SIZE:   4", "      RANK:         3"]  # fmt: skip
+    assert explain_lines({"describe.txt": described, "job.log": timeout(7, seq=5)}, world_size=8).culprits == ()

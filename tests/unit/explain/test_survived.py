@@ -624,3 +624,18 @@ def test_a_torch_that_lacks_libuv_is_a_fault_of_the_environment(explain_lines: E
              "torch.distributed.DistStoreError: use_libuv was requested but PyTorch was built without libuv support, run with USE_LIBUV=0 to disable it."]  # fmt: skip
     report = explain_lines(lines)
     assert (report.incident, report.culprits, report.decision) == (True, (), "fix-environment")
+
+
+@pytest.mark.parametrize("end", ["Killed", "Segmentation fault (core dumped)", "Bus error (core dumped)"])
+def test_a_program_that_its_shell_saw_die_has_not_gone_on(explain_lines: Explain, end: str) -> None:
+    logs = {"train.log": [*STEPS, end], "dmesg.txt": [KERNEL["a row of memory to be remapped"]]}
+    assert explain_lines(logs).incident
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_hosts_with_one_address_of_their_own_are_no_incident_where_the_job_steps(
+    explain_lines: Explain, steps: bool
+) -> None:
+    logs = {f"{host}.log": [f"{host}:7:7 [0] NCCL INFO Bootstrap : Using docker0:172.17.0.1<0>", *(STEPS if steps else [])]
+            for host in ("a1", "b1")}  # fmt: skip
+    assert not explain_lines(logs).incident
