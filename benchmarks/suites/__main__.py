@@ -81,6 +81,10 @@ def last_words(ended: job.Ended) -> str:
     return recorder.of_any_machine(raised[0] if raised else said[-1] if said else f"ended with {ended.code}")
 
 
+#: Tests of a part that may have failed by chance: more have a reason in common, and each would start a run of its own.
+CHANCE = 20
+
+
 def run_parts(parts: list[Part], backends: list[str], folder: Path, select: str) -> Iterator[Ends]:
     """Run each part on each backend, and once more what did worse on one; yield all ends so far after each part.
 
@@ -95,9 +99,8 @@ def run_parts(parts: list[Part], backends: list[str], folder: Path, select: str)
             say(f"{part.name} on {backend}: {counts(here[backend])}")
         for backend in backends:
             passed = {test for by in here.values() for test, end in by.items() if end["end"] == "passed"}
-            for test in sorted(passed):
-                if here[backend].get(test, {"end": "not run"})["end"] not in ("failed", "not run"):
-                    continue
+            worse = [test for test in sorted(passed) if here[backend].get(test, {"end": "failed"})["end"] == "failed"]
+            for test in worse if len(worse) <= CHANCE else ():
                 again = run(part, backend, folder, only=test if part.pytest else "", place=place).get(test)
                 if again is not None:
                     here[backend][test] = again | {"tries": 2}

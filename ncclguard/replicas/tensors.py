@@ -146,7 +146,7 @@ def several(given: object, kind: type[Kind], word: str, function: str) -> tuple[
         if not isinstance(one, kind):
             found = {"found": type(one).__name__, "kind": kind.__name__, "function": function}
             text = tr(
-                "{word} is {found}, not {kind}: {function}(model, optimizer) takes them in this order",
+                "{word} is a {found}, not a {kind}: {function}(model, optimizer) takes them in this order",
                 word=word,
                 **found,
             )

@@ -408,7 +408,7 @@ def test_explain_in_chinese_word_for_word(chinese: None) -> None:
     assert head.splitlines() == [
         "rank 1 拖住了组 0 (default_pg) 的 all_reduce #10。原因：调用不一致；类别 mismatch_shape_or_op（置信度中）：操作相同，张量形状不同。",
         "决定：改代码（fix-code）。各 rank 的调用不一致；重启后还会走到同一处。",
-        "下一步：比较各 rank 传给这次调用的张量形状：pad 到相同大小，或者先交换各自的大小。",
+        "下一步：比较各 rank 在这里调用了什么：张量大小不同（pad 到相同大小，或先交换大小），还是只有部分 rank 执行的调用（`if rank == 0:`）。",
         "依据（置信度高）：组 0 (default_pg)：其他 rank 在等，而 rank 1 在 #10 处是另一个集合通信。",
         "集合通信：all_reduce，seq 10，NumelIn 1,000，NumelOut 1,000，组 0 (default_pg)",
         "实际生效的时限：6 s",
