@@ -195,6 +195,16 @@ class TestUnknownVariables:
         assert current_config().timeout is None
         assert f"{name} has no effect: did you mean NCCLGUARD_TIMEOUT?" in caplog.text
 
+    def test_one_rank_of_a_host_warns_of_it(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("NCCLGUARD_TIMOUT", "3")
+        for rank in ("0", "1"):
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            reset_config()
+            assert current_config().timeout is None
+        assert [record.levelname for record in caplog.records if "has no effect" in record.message] == ["WARNING"]
+
     def test_variables_of_other_parts_are_known(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
