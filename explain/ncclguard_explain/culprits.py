@@ -544,6 +544,10 @@ def by_peer_closed(evidence: Evidence, world: World) -> Verdict | None:
 _OWN_INTERFACE = re.compile(r"lo$|docker|virbr|podman|cni|br-|veth|flannel|cali")
 
 
+def _on_own_interfaces(evidence: Evidence) -> list[Fact]:
+    return [fact for fact in evidence.of(Kind.NCCL_INFO) if _OWN_INTERFACE.match(fact.name) and fact.host]
+
+
 def own_addresses(evidence: Evidence) -> list[Fact]:
     """Return what hosts told NCCL to be reached at, where two have one and the same address and nothing came of it."""
     waited = evidence.of(*WAITING, *EXPIRED) or any(
@@ -551,8 +555,7 @@ def own_addresses(evidence: Evidence) -> list[Fact]:
     )
     if not waited or evidence.of(Kind.JOINED, Kind.ALIVE, Kind.PROGRESS):
         return []
-    told = [fact for fact in evidence.of(Kind.NCCL_INFO) if _OWN_INTERFACE.match(fact.name) and fact.host]
-    told = [fact for fact in told if fact.name != "lo"]
+    told = [fact for fact in _on_own_interfaces(evidence) if fact.name != "lo"]
     shared = {
         one.detail for one in told if any(one.detail == other.detail and one.host != other.host for other in told)
     }
@@ -561,7 +564,7 @@ def own_addresses(evidence: Evidence) -> list[Fact]:
 
 def by_unreachable(evidence: Evidence, world: World) -> Verdict | None:
     """Ranks of one host have told NCCL an address that only this host has, and the others cannot reach it."""
-    own = [fact for fact in evidence.of(Kind.NCCL_INFO) if _OWN_INTERFACE.match(fact.name) and fact.host]
+    own = _on_own_interfaces(evidence)
     told = {fact.detail for fact in own}
     failed = [
         fact

@@ -322,9 +322,9 @@ def _nothing_seen(evidence: Evidence) -> Message:
         return tr("Uncertain: {place}, and the rest of it is missing. Pass the whole log.", place=place)
     again = survived(evidence)
     nothing = tr("No incident found in these inputs.")
-    if not again and any(_INTERRUPTED.search(fact.text) for fact in evidence.facts):
-        return tr("No incident found in these inputs: the job was ended with Ctrl-C.")
     if not again:
+        if any(_INTERRUPTED.search(fact.text) for fact in evidence.facts):
+            return tr("No incident found in these inputs: the job was ended with Ctrl-C.")
         ended = any(fact.name in ("finished", "succeeded") for fact in evidence.of(Kind.PHASE))
         return nothing if ended else joined(" ", (nothing, _STANDS))
     told = [fact for fact in again if fact.detail]

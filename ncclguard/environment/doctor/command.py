@@ -156,7 +156,7 @@ def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:
         return _conclude(context, survey, arguments), False
     if context.job.master_addr is not None and not resolve(context.job.master_addr):  # torch would try for a minute
         unknown = Unreachable(tr("{host} does not resolve", host=context.job.master_addr))
-        return _conclude_unreachable(context, local, unknown, arguments), False
+        return _conclude_unreachable(context, local, unknown, arguments, known=False), False
     exchange = None
     try:
         if context.job.master_addr is None:
@@ -176,15 +176,15 @@ def _examine(arguments: argparse.Namespace) -> tuple[int, bool]:
             code = int(verdict[0])
             exchange.put("goodbye", True)
     except Unreachable as problem:
-        code = _conclude_unreachable(context, local, problem, arguments)
+        code = _conclude_unreachable(context, local, problem, arguments, context.job.master_addr is not None)
     return code, exchange is None or exchange.abandoned
 
 
 def _conclude_unreachable(
-    context: Context, local: Sequence[Check], problem: Unreachable, arguments: argparse.Namespace
+    context: Context, local: Sequence[Check], problem: Unreachable, arguments: argparse.Namespace, known: bool
 ) -> int:
-    """Show what this host alone has found; returns the exit code."""
-    checks = [*local, _unreachable(context, problem)]
+    """Show what this host alone has found; returns the exit code. `known`: the master has an address."""
+    checks = [*local, _unreachable(context, problem, known)]
     print_table(checks, sys.stderr)
     if context.rank == 0 and arguments.json:
         write_json(checks, arguments.json)
@@ -204,14 +204,14 @@ def run_local_checks(context: Context) -> list[Check]:
     return results
 
 
-def _unreachable(context: Context, problem: Unreachable) -> Check:
+def _unreachable(context: Context, problem: Unreachable, known: bool) -> Check:
     job = context.job
     advice = tr(
         "on {host}, allow TCP port {port} from this host; is rank 0 running? is the port taken?",
         host=job.master_addr,
         port=job.master_port,
     )
-    if job.master_addr is None or not resolve(job.master_addr):
+    if not known:
         advice = tr("see the row of the master above")
     return error(
         "store",
