@@ -141,13 +141,20 @@ def _is_sequel(known: Incident, later: Incident, guarded: bool, sent_away: bool)
     `sent_away`: whom it names were sent SIGTERM or SIGINT. Where they stood in what a known incident was about, the job
     has been ended for that one.
     """
+    if has_no_report_beside(known, later, guarded):
+        return True
     if guarded:
-        return goes_on(known, later)
+        return False
     if sent_away and known.op_id == later.op_id:
         return True
-    if is_of_guarded_calls(later) and _names_the_same_dead(known, later):
-        return True
     return says_nothing_new(later, known) or _only_raise_its_error(known, later)
+
+
+def has_no_report_beside(known: Incident, later: Incident, guarded: bool) -> bool:
+    """Return whether a known incident tells of the same fault, even where the later was decided at the same time."""
+    if guarded:
+        return goes_on(known, later)
+    return is_of_guarded_calls(later) and _names_the_same_dead(known, later)
 
 
 def _still_holds(known: Incident, later: Incident, done: Mapping[int, int]) -> bool:

@@ -361,11 +361,12 @@ class Runtime:
         if self._left and writer == self.rank and incident.cause is Cause.EXITED and incident.culprits == (self.rank,):
             return  # that it leaves is all there is, and nobody else is there who waits for it
         first = incident.repeats
-        if first is None and writer == self.rank and revocation.state.guarded:
+        if first is None and writer == self.rank:
             # Another rank has decided this one at the same time, and did not know of that one yet. Only what this rank
             # reports itself: ranks hear of the two in any order, and one of them has to have its report.
-            own = (known for known in self._faults if incidents.writer(known) == self.rank)
-            first = next((known.id for known in own if incidents.goes_on(known, incident)), None)
+            own = [known for known in self._faults if incidents.writer(known) == self.rank]
+            guarded = revocation.state.guarded
+            first = next((one.id for one in own if incidents.has_no_report_beside(one, incident, guarded)), None)
         if first is not None:
             if writer == self.rank:
                 text = told(

@@ -117,7 +117,7 @@ def analyse(
     known = not (silent or "->" in channel or _ended_from_outside(reports, departed, silent))
     known = known and not any(is_repeat(d.text) for d in departed.values())
     known = known and _all_entered(channel, stalled, reports, waits)
-    if known and _connects(channel, waits):
+    if known and (_connects(channel, waits) or _has_just_come(channel, stalled, reports, waits)):
         channel = ""  # nobody waits in vain yet
     return _finding(channel, stalled, {}, (), reports, waits, Cause.NETWORK if known else Cause.UNKNOWN)
 
@@ -398,6 +398,31 @@ def _connects(channel: str, waits: Mapping[int, tuple[Waiting, ...]]) -> bool:
     first = [wait for items in waits.values() for wait in items if wait.channel == channel]
     some = any(not wait.fingerprint for wait in first)  # a rank that is connected has recorded it, and waits for them
     return some and all(wait.sequence == 1 and not wait.broken and wait.age < CONNECTS_WITHIN for wait in first)
+
+
+def _has_just_come(
+    channel: str,
+    stalled: Mapping[str, tuple[int, tuple[int, ...]]],
+    reports: Mapping[int, Report],
+    waits: Mapping[int, tuple[Waiting, ...]],
+) -> bool:
+    """Return whether the last rank came as the limit passed, and nothing broke: what it kept waiting goes on now.
+
+    Not where torch gave up, by a limit of its own: its watchdog is about to end that process.
+    """
+    sequence = stalled.get(channel, (0, ()))[0]
+    inside = [
+        (rank, wait)
+        for rank, items in waits.items()
+        for wait in items
+        if (wait.channel, wait.sequence) == (channel, sequence)
+    ]
+    broken = any(r.trouble is not None and r.trouble.kind is TroubleKind.TRANSPORT for r in reports.values())
+    if not inside or broken or any(wait.broken for _, wait in inside):
+        return False
+    first, oldest = max(inside, key=lambda one: one[1].age)
+    budget = _budget(reports[first], oldest.age)
+    return budget is not None and budget <= 0 and min(w.age for _, w in inside) < min(TELLING_AFTER, oldest.age / 2)
 
 
 def _all_entered(

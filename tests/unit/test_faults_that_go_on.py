@@ -72,6 +72,9 @@ def test_a_rank_that_is_lost_is_lost_once_in_a_session() -> None:
     assert not goes_on(lost(1), lost(1).model_copy(update={"id": "6f-0-3.0"})), "a new process has taken its place"
     raised = incident(Cause.LOST, late(1, cause=Cause.LOST), late(2, cause=Cause.FAILED))
     assert not goes_on(lost(1), raised)
+    for group, one_report in (("job", True), ("0:ncclguard", True), ("0:nccl", False)):
+        watched = lost(1).model_copy(update={"group": group})
+        assert incidents.has_no_report_beside(lost(1), watched, guarded=False) == one_report, group
     assert not goes_on(incident(Cause.LATE, late(1, cause=Cause.LATE)), lost(1))
 
 

@@ -80,6 +80,24 @@ def test_ranks_that_connect_have_time_for_it_once_all_have_come() -> None:
     assert judged(*(connecting(r, 30.0, sequence=2) for r in WORLD)).cause is Cause.NETWORK
 
 
+def test_where_the_last_rank_comes_as_the_limit_passes_nobody_waits_in_vain_yet() -> None:
+    def waiting(rank: int, age: float, limit: float = 3.0, **facts: Any) -> Report:
+        report = said(rank, world(7), **facts)
+        assert report.watched is not None
+        waits = (replace(report.watched.waits[0], age=age),)
+        return replace(report, watched=replace(report.watched, waits=waits, limit=limit))
+
+    first = [waiting(r, 3.02) for r in (0, 1, 3)]
+    assert judged(*first, waiting(2, 0.001)).channel == ""
+    assert judged(*first, waiting(2, 1.2)).cause is Cause.NETWORK
+    short = [waiting(r, 0.5, limit=0.5) for r in (0, 1, 3)]
+    assert judged(*short, waiting(2, 0.45, limit=0.5)).cause is Cause.NETWORK
+    by_torch = [waiting(r, 3.02, limit=60.0) for r in (0, 1, 3)]
+    assert judged(*by_torch, waiting(2, 0.001, limit=60.0)).cause is Cause.NETWORK
+    broke = waiting(3, 3.02, trouble=Trouble(TroubleKind.TRANSPORT, "connection reset"))
+    assert judged(*first[:2], broke, waiting(2, 0.001)).cause is Cause.NETWORK
+
+
 def begun(report: Report, *channels: str) -> Report:
     """The report of a rank whose device has come to what it waits in, in these channels."""
     return replace(report, details={STARTED: list(channels)})
