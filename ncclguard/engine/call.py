@@ -314,9 +314,11 @@ def _checked_attempts(value: int | None, config: GuardConfig) -> int:
     if value is None:
         return config.max_attempts
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(told("max_attempts must be a whole number, not {kind}", kind=type(value).__name__))
+        raise TypeError(
+            told("max_attempts must be a whole number, not {kind}: give for example 3", kind=type(value).__name__)
+        )
     if value < 1:
-        raise ValueError(told("max_attempts must be at least 1, got {value}", value=value))
+        raise ValueError(told("max_attempts must be at least 1, got {value}: give 1 for no second try", value=value))
     return value
 
 
@@ -324,7 +326,12 @@ def _checked_on_lost(value: str | None, config: GuardConfig) -> str:
     if value is None:
         return config.on_lost
     if value not in ("fail", "shrink"):
-        raise ValueError(told('on_lost must be "fail" or "shrink", got {value}', value=repr(value)))
+        text = told(
+            'on_lost must be "fail" or "shrink", got {value}: "fail" ends the call where a rank is lost, "shrink" goes on '
+            "without it",
+            value=repr(value),
+        )
+        raise ValueError(text)
     return value
 
 

@@ -391,10 +391,16 @@ class Options:
                 raise TypeError(text)
             object.__setattr__(self, name, value)
         if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int):
-            text = told("max_attempts must be a whole number, not {kind}", kind=type(self.max_attempts).__name__)
+            text = told(
+                "max_attempts must be a whole number, not {kind}: give for example 3",
+                kind=type(self.max_attempts).__name__,
+            )
             raise TypeError(text)
         if self.max_attempts < 1:
-            raise GuardConfigError(told("max_attempts must be at least 1, got {value}", value=self.max_attempts))
+            text = told(
+                "max_attempts must be at least 1, got {value}: give 1 for no second try", value=self.max_attempts
+            )
+            raise GuardConfigError(text)
         for name in ("models", "loaders", "keepers"):
             given = getattr(self, name)
             one = isinstance(given, (str, torch.nn.Module, DataLoader)) and not isinstance(given, torch.nn.ModuleList)

@@ -32,7 +32,7 @@ from ncclguard.torch_compat.elastic import Codes, Host
 from ncclguard.training import declaration, places, stand_by
 from ncclguard_explain import language
 from ncclguard_explain.command_line import Parser, described
-from ncclguard_explain.language import Message, tr
+from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
@@ -41,6 +41,8 @@ log = logging.getLogger("ncclguard")
 WITHIN = 300.0
 #: Seconds in which losses are counted.
 PERIOD = 3600.0
+#: Losses that the last line of a job that ended well tells of.
+SHOWN_LOSSES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class _Loss:
     number: int  # how often this rank was lost before, and now
     code: int
     found: float
+    why: Message | str
 
 
 class Survivors:
@@ -145,6 +148,12 @@ class Survivors:
         if self._newcomers:
             newcomers = ranks_text(sorted(self._newcomers))
             say(tr("the training has ended before the new process of {ranks} had joined it", ranks=newcomers))
+        if self._losses:
+            lost = [tr("rank {rank}: {why}", rank=loss.rank, why=loss.why) for loss in self._losses[:SHOWN_LOSSES]]
+            more = (
+                [tr("and {count} more", count=len(self._losses) - SHOWN_LOSSES)] if self._losses[SHOWN_LOSSES:] else []
+            )
+            say(tr("the script has ended well; lost on the way: {ranks}", ranks=joined("; ", (*lost, *more))))
         return "succeeded"
 
     def taking_part(self, ranks: Iterable[int]) -> set[int] | None:
@@ -205,7 +214,7 @@ class Survivors:
                 )
             )
         else:
-            loss = _Loss(rank, 1 + sum(loss.rank == rank for loss in self._losses), code, now)
+            loss = _Loss(rank, 1 + sum(loss.rank == rank for loss in self._losses), code, now, why)
             self._losses.append(loss)
             self._unconfirmed.append(loss)
             if running:
@@ -387,9 +396,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             elastic.launched(arguments)
         else:
             elastic.configured(arguments)
-        elastic.check_script(arguments)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
+    try:
+        elastic.check_script(arguments)
+    except ValueError as error:  # no option is wrong: forty lines of them would hide it
+        print(f"ncclguard run: {error}", file=sys.stderr)
+        return 2
     folder = tempfile.mkdtemp(prefix="ncclguard-run-")
     limits = Limits(arguments.go_on_within, arguments.restart_lost, arguments.max_losses, arguments.losses_within)
     survivors = Survivors(folder, limits, other_hosts=str(arguments.nnodes) != "1")

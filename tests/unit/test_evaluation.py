@@ -487,7 +487,7 @@ def test_metrics_reach_every_kind_of_sink_and_a_broken_one_breaks_nothing(caplog
     [
         ({"timeout": 0}, "timeout must be a positive"),
         ({"barrier_timeout": None}, "barrier_timeout must be seconds"),
-        ({"max_attempts": 0}, "max_attempts must be at least 1"),
+        ({"max_attempts": 0}, "max_attempts must be at least 1, got 0: give 1"),
         ({"max_attempts": 1.5}, "max_attempts must be a whole number"),
         ({"on_lost": "shrink"}, "on_lost must be"),
         ({"on_lost": "checkpoint"}, "need each other"),

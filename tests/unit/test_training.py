@@ -252,6 +252,20 @@ def test_survivors_are_left_alone_and_must_go_on_within_the_time(survivors: Judg
     assert survivors.judge({0: 0, 1: -9, 2: 0}) == "succeeded"
 
 
+def test_the_last_line_of_a_job_that_ended_well_tells_who_was_lost(
+    survivors: Judged, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1, 2):
+        declaration.going_on(rank, ())
+    ends_with(folder, 1, "raised")
+    assert survivors.judge({0: None, 1: 1, 2: None}) == "wait"
+    declaration.going_on(0, (1,))
+    declaration.going_on(2, (1,))
+    assert survivors.judge({0: 0, 1: 1, 2: 0}) == "succeeded"
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("the script has ended well; lost on the way: rank 1: it ended with what it raised"), last
+
+
 @pytest.mark.parametrize(
     ("codes", "without", "expected"),
     [
@@ -802,10 +816,9 @@ def test_a_launcher_refuses_a_number_that_cannot_be(options: list[str], capsys: 
 
 @pytest.mark.parametrize("options", [[], ["--stand-by"]])
 def test_a_script_that_is_not_there_is_said_once(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        launcher.main([*options, "no_such.py"])
-    assert raised.value.code == 2
-    assert "there is no file no_such.py here" in capsys.readouterr().err
+    assert launcher.main([*options, "no_such.py"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no file no_such.py here" in said and "usage:" not in said, said
 
 
 def test_who_stands_by_where_nobody_listens_says_so(
