@@ -89,6 +89,23 @@ def seconds(value: float | timedelta | None, what: str) -> float | None:
     return value
 
 
+def checked_attempts(value: object) -> int:
+    """Return how often a call may be tried.
+
+    Raises TypeError for anything but a whole number, GuardConfigError, a ValueError, for one below 1.
+
+    >>> checked_attempts(3)
+    3
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        kind = type(value).__name__
+        raise TypeError(told("max_attempts must be a whole number, not {kind}: give for example 3", kind=kind))
+    if value < 1:
+        text = told("max_attempts must be at least 1, got {value}: give 1 for no second try", value=value)
+        raise GuardConfigError(text)
+    return value
+
+
 def is_time(given: object) -> bool:
     """Return whether this is a positive time, so that an error can say where a time given for another argument belongs.
 

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ncclguard import lifecycle, torch_compat
-from ncclguard.config import GuardConfig, current_config
+from ncclguard.config import GuardConfig, checked_attempts, current_config
 from ncclguard.engine.chunking import ChunkPlan, plan
 from ncclguard.engine.table import Arguments, Collective
 from ncclguard.groups import group_of, is_outside
@@ -129,7 +129,8 @@ def terms_of(
     if adjusted and chosen is not None:  # a group of this job has changed settings while it ran
         config = config_of(torch_compat.group_name(chosen), config)
     deadline = time.monotonic() + resolve_timeout(timeout, numel, config)
-    attempts, shrink = _checked_attempts(max_attempts, config), _checked_on_lost(on_lost, config) == "shrink"
+    attempts = config.max_attempts if max_attempts is None else checked_attempts(max_attempts)
+    shrink = _checked_on_lost(on_lost, config) == "shrink"
     kept = _checked_atomic(atomic, config)
     if shrink and not kept:
         text = told(
@@ -308,18 +309,6 @@ def _checked_chunk(value: object) -> int:
         refusal = told("chunk_numel must be a whole number of elements, got {value}: give for example 5e7", value=value)
         raise ValueError(refusal)
     return int(cast("int", value))
-
-
-def _checked_attempts(value: int | None, config: GuardConfig) -> int:
-    if value is None:
-        return config.max_attempts
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            told("max_attempts must be a whole number, not {kind}: give for example 3", kind=type(value).__name__)
-        )
-    if value < 1:
-        raise ValueError(told("max_attempts must be at least 1, got {value}: give 1 for no second try", value=value))
-    return value
 
 
 def _checked_on_lost(value: str | None, config: GuardConfig) -> str:

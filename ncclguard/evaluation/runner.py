@@ -30,7 +30,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ncclguard import lifecycle, process_group, torch_compat
 from ncclguard.collectives import broadcast_objects, gather_objects
-from ncclguard.config import current_config, is_time, seconds
+from ncclguard.config import checked_attempts, current_config, is_time, seconds
 from ncclguard.coordination.incidents import begins_evaluation
 from ncclguard.coordination.sections import Sections
 from ncclguard.deadlines import engine_section
@@ -390,17 +390,7 @@ class Options:
                 text = told("{name} must be seconds or a timedelta, not None: give for example 300", name=name)
                 raise TypeError(text)
             object.__setattr__(self, name, value)
-        if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int):
-            text = told(
-                "max_attempts must be a whole number, not {kind}: give for example 3",
-                kind=type(self.max_attempts).__name__,
-            )
-            raise TypeError(text)
-        if self.max_attempts < 1:
-            text = told(
-                "max_attempts must be at least 1, got {value}: give 1 for no second try", value=self.max_attempts
-            )
-            raise GuardConfigError(text)
+        checked_attempts(self.max_attempts)
         for name in ("models", "loaders", "keepers"):
             given = getattr(self, name)
             one = isinstance(given, (str, torch.nn.Module, DataLoader)) and not isinstance(given, torch.nn.ModuleList)
