@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from ncclguard import torch_compat
 from ncclguard.coordination.store import AgreementStore, StoreUnavailable
+from ncclguard.frames import thread_frames
 from ncclguard.torch_compat import sockets
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded
@@ -117,12 +117,8 @@ def _unfinished(recorder: str) -> set[str] | None:
 
 def in_c10d_call(thread: int) -> bool:
     """Return whether the thread with this ident is inside a Python function of torch.distributed's collectives."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
-            return True
-        frame = frame.f_back
-    return False
+    modules = (frame.f_globals.get("__name__") for frame in thread_frames(thread))
+    return "torch.distributed.distributed_c10d" in modules
 
 
 class Stop:

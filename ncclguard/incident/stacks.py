@@ -40,6 +40,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any, Final, NamedTuple
 
 import ncclguard_explain
+from ncclguard.frames import frames_from, frames_of_threads, thread_frames
 from ncclguard_explain.host import read_file
 from ncclguard_explain.language import tr
 
@@ -88,12 +89,12 @@ def main_thread_stack(limit: int = 64) -> tuple[str, ...]:
     >>> "main_thread_stack" in main_thread_stack()[-1]
     True
     """
-    return _lines(_spots(sys._current_frames().get(threading.main_thread().ident or 0)), limit)
+    return thread_stack(threading.main_thread().ident or 0, limit)
 
 
 def thread_stack(thread: int, limit: int = 64) -> tuple[str, ...]:
     """Return the frames of a thread, by its ident, as `main_thread_stack` does; nothing of one that has ended."""
-    return _lines(_spots(sys._current_frames().get(thread)), limit)
+    return _lines(_spots(thread_frames(thread)), limit)
 
 
 def _lines(spots: Sequence[_Spot], limit: int) -> tuple[str, ...]:
@@ -121,7 +122,7 @@ def programs_thread(thread: int) -> str:
     """
     if thread == threading.main_thread().ident:
         return ""
-    if not any(_is_programs(spot.file) for spot in _spots(sys._current_frames().get(thread))):
+    if not any(_is_programs(spot.file) for spot in _spots(thread_frames(thread))):
         return ""
     return next((one.name for one in threading.enumerate() if one.ident == thread), "")
 
@@ -131,8 +132,8 @@ def other_threads(limit: int = 16) -> list[list[object]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found: list[tuple[str, list[_Spot]]] = []
-    for ident, innermost in sys._current_frames().items():
-        spots = _spots(innermost)
+    for ident, frames in frames_of_threads().items():
+        spots = _spots(frames)
         name = names.get(ident, f"thread {ident:#x}")
         # Threads of a drill have frames of `faults` only, which count as a program's.
         if (
@@ -153,11 +154,10 @@ def call_site_of(thread: int = 0) -> str:
     program that is installed like a library it is the innermost line of any that is neither torch's nor Python's.
     Empty for threads that have ended.
     """
-    frames = sys._current_frames()
     spots = [
         spot
         for ident in dict.fromkeys((thread, threading.main_thread().ident or 0))
-        for spot in _spots(frames.get(ident))
+        for spot in _spots(thread_frames(ident))
         if not is_own_file(spot.file)
     ]
     for suits in (_is_programs, _is_packages):
@@ -169,7 +169,7 @@ def call_site_of(thread: int = 0) -> str:
 
 def call_sites_of(limit: int) -> tuple[str, ...]:
     """Return the lines of the program that led to the caller's, at most `limit`, innermost first, without torch's."""
-    files = ((spot, spot.file) for spot in _spots(sys._getframe()) if not is_own_file(spot.file))
+    files = ((spot, spot.file) for spot in _spots(frames_from(sys._getframe())) if not is_own_file(spot.file))
     spots = [spot for spot, file in files if _is_programs(file) or _is_packages(file)]
     return tuple(spot.place() for spot in spots[:limit])
 
@@ -273,13 +273,8 @@ class _Spot(NamedTuple):
         return _frame(self.file, self.number, self.function)
 
 
-def _spots(frame: FrameType | None) -> list[_Spot]:
-    """Return the spots of a frame and of all that it was called from, innermost first."""
-    found = []
-    while frame is not None:
-        found.append(_Spot.of(frame))
-        frame = frame.f_back
-    return found
+def _spots(frames: Iterable[FrameType]) -> list[_Spot]:
+    return [_Spot.of(frame) for frame in frames]
 
 
 def _source(file: str, number: int) -> str:

@@ -12,15 +12,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import itertools
 import logging
 import numbers
 import operator
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -29,6 +28,7 @@ from torch._C import _distributed_c10d as _c
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
+from ncclguard.frames import frames_of_threads, local_of
 from ncclguard_explain.language import Message, joined, say, tr
 from ncclguard_explain.ranks import ranks_text
 
@@ -57,13 +57,10 @@ def known_groups() -> tuple[dist.ProcessGroup, ...]:
 
 def group_in_the_making() -> str:
     """Return the `new_group` in which a thread waits for members, "new_group(ranks 2-3)"; "" for none."""
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code.co_name == "new_group" and frame.f_globals is vars(c10d):
-                ranks = frame.f_locals.get("ranks")
-                return f"new_group({ranks_text(list(ranks)) if ranks is not None else 'all ranks'})"
-            frame = frame.f_back
+    for frame in itertools.chain.from_iterable(frames_of_threads().values()):
+        if frame.f_code.co_name == "new_group" and frame.f_globals is vars(c10d):
+            ranks = local_of(frame, "ranks")
+            return f"new_group({ranks_text(list(ranks)) if ranks is not None else 'all ranks'})"
     return ""
 
 

@@ -12,17 +12,17 @@ import json
 import logging
 import os
 import random
-import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import FrameType
 from typing import Any, Final
 
 from ncclguard.coordination.monitor import Monitor
 from ncclguard.coordination.store import AgreementStore
+from ncclguard.frames import thread_frames
 from ncclguard.metrics import records
 from ncclguard.metrics.records import SlowRanks
 from ncclguard.phases import phases_of
@@ -123,7 +123,7 @@ class Sampler:
             self._issued = None
             return
         issued, waits = flight
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frames = thread_frames(threading.main_thread().ident or 0)
         if self._issued is None or issued < max(self._issued, BEGUN):  # the first ones, or groups were destroyed
             self._issued, self._moved = issued, now
             self._tally = _Tally(now, self._collected)
@@ -132,7 +132,7 @@ class Sampler:
             self._tally.calls += issued - self._issued
             self._issued, self._moved = issued, now
         self._tally.pause = max(self._tally.pause, now - self._moved)
-        doing = _doing(frame, waits or self._in_guarded_call())
+        doing = _doing(frames, waits or self._in_guarded_call())
         self._tally.doings[doing] += 1
         if late > PERIOD and worked > whole / 2 and doing.kind == WAITING:
             # The interpreter was held by a call that did not let it go, so this process was at work until now.
@@ -177,20 +177,19 @@ class _Tally:
         self.doings: Counter[Doing] = Counter()
 
 
-def _doing(frame: FrameType | None, in_flight: bool) -> Doing:
-    """Return what a thread does, by its Python frames; it waits only where it is where one waits.
+def _doing(frames: Sequence[FrameType], in_flight: bool) -> Doing:
+    """Return what a thread does, by its Python frames, innermost first; it waits only where it is where one waits.
 
     A gloo group's counters may say for a while that its last collective has not ended, because its threads end them in
     any order, and it goes by the number that ended last.
     """
-    kind, place, waits = COMPUTING, "", in_flight and frame is not None and _may_wait(frame)
-    while frame is not None:
+    kind, place, waits = COMPUTING, "", in_flight and bool(frames) and _may_wait(frames[0])
+    for frame in frames:
         module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
         if kind == COMPUTING:
             kind = next((found for name, found in _KINDS.items() if module.startswith(name)), kind)
         if not place and _of_program(file):
             place = f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
     phases = phases_of(threading.main_thread().ident or 0, time.time_ns())
     if waits and kind != LOADING:  # a loader waits for its workers
         kind = WAITING

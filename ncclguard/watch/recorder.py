@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from ncclguard import torch_compat
 from ncclguard.coordination.incidents import GUARDED
 from ncclguard.deadlines.stopping import backends
+from ncclguard.frames import frames_of_threads, local_of
 from ncclguard.watch.monitored_barriers import MonitoredBarrier, monitored_barriers
 from ncclguard.watch.point_to_point import Transfer, transfers
 
@@ -43,6 +42,7 @@ _EQUAL_TYPES: Final = frozenset({"all_to_all", "gather"})
 #: may end on some ranks, with rubbish.
 RECENT: Final = 8
 #: Frames in which a thread waits for a collective, for the fallback.
+_NO_GROUP: Final = object()
 _WAITING: Final = ("torch.distributed.distributed_c10d", "torch.autograd.graph", "torch.autograd")
 
 
@@ -468,23 +468,18 @@ def _text(entry: dict[str, Any]) -> str:
 
 def _waiting_thread() -> int:
     """The ident of a thread that is inside a collective or a backward pass, or 0."""
-    return next((ident for ident, frame in _frames() if frame.f_globals.get("__name__") in _WAITING), 0)
+    for ident, frames in frames_of_threads().items():
+        if any(frame.f_globals.get("__name__") in _WAITING for frame in frames):
+            return ident
+    return 0
 
 
 def _thread_calling(group: dist.ProcessGroup) -> int:
     """The ident of a thread that is inside a collective of torch.distributed on this very group, or 0."""
-    for ident, frame in _frames():
-        if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d" and "group" in frame.f_locals:
-            called_on = frame.f_locals["group"]
-            if (dist.group.WORLD if called_on is None else called_on) is group:
-                return ident
+    for ident, frames in frames_of_threads().items():
+        for frame in frames:
+            if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
+                called_on = local_of(frame, "group", _NO_GROUP)
+                if (dist.group.WORLD if called_on is None else called_on) is group:
+                    return ident
     return 0
-
-
-def _frames() -> Iterator[tuple[int, FrameType]]:
-    """The Python frames of all threads, each with its thread's ident, innermost first."""
-    for ident, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            yield ident, frame
-            frame = frame.f_back

@@ -207,17 +207,17 @@ def test_it_is_told_once_and_that_it_is_over_once() -> None:
 def test_a_thread_waits_only_where_one_waits() -> None:
     """Counters of gloo may say for a while that the last collective has not ended, whatever the thread does."""
     frame = sys._getframe()
-    found = _doing(frame, in_flight=True)
+    found = _doing([frame], in_flight=True)
     assert found.kind == COMPUTING
     assert found.place.startswith("test_slow.py:") and found.place.endswith(f" in {frame.f_code.co_name}")
     as_torch = types.FunctionType(
         (lambda: sys._getframe()).__code__, {"sys": sys, "__name__": "torch.distributed.c10d"}
     )
-    waiting = as_torch()
+    waiting = [as_torch()]
     assert _doing(waiting, in_flight=True).kind == WAITING
     assert _doing(waiting, in_flight=False).kind == COMPUTING
     with phase("eval"):
-        assert _doing(frame, in_flight=False).phase == "eval"
+        assert _doing([frame], in_flight=False).phase == "eval"
 
 
 def test_samples_leave_the_random_numbers_of_the_program_alone() -> None:

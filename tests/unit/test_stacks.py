@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 
+from ncclguard.frames import frames_from
 from ncclguard.incident import stacks
 from ncclguard.incident.stacks import describe_exception, main_thread_stack
 from ncclguard_explain import language
@@ -40,7 +41,7 @@ def test_stack_of_the_main_thread_is_outermost_first_and_ends_where_it_is() -> N
     lines = inner()
     assert HERE in lines[-2] and lines[-2].endswith("in inner: return main_thread_stack()"), "without the comment"
     assert "in test_stack_of_the_main_thread" in lines[-3]
-    assert "in main_thread_stack" in lines[-1] and lines[-1].endswith("1 frame of ncclguard")
+    assert "in main_thread_stack" in lines[-1] and lines[-1].endswith("3 frames of ncclguard")
 
 
 def test_stack_is_read_from_another_thread_while_the_main_thread_is_in_a_native_call() -> None:
@@ -286,7 +287,7 @@ def test_of_a_deep_stack_the_programs_innermost_line_is_kept() -> None:
     source = "def deep(n, last):\n    return deep(n - 1, last) if n else last()\n"
     exec(compile(source, str(Path(torch.__file__).with_name("recursion.py")), "exec"), names)  # noqa: S102 - as a library
     deep = names["deep"]
-    lines = deep(20, lambda: stacks._lines(stacks._spots(sys._getframe().f_back), 8))  # type: ignore[operator]
+    lines = deep(20, lambda: stacks._lines(stacks._spots(frames_from(sys._getframe().f_back)), 8))  # type: ignore[operator]
     assert len(lines) == 8
     assert f"{HERE}:" in lines[0] and "in test_of_a_deep_stack" in lines[0]
     assert re.fullmatch(r"\.\.\. \d+ lines further out \.\.\.", lines[1])
