@@ -6,10 +6,11 @@ import logging
 import math
 import numbers
 import os
+import re
 import signal
 import threading
 from datetime import timedelta
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -42,6 +43,18 @@ OTHER_VARIABLES = frozenset(
 STATISTICS_EVERY = 100
 
 
+_DURATION: Final = re.compile(
+    r"\s*(\d+(?:\.\d+)?)\s*(|s|sec|secs|seconds?|m|mins?|minutes?|h|hours?)\s*", re.IGNORECASE
+)
+_UNITS: Final = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def _read_duration(value: object) -> float:
+    """Return what was meant by a text such as "5m" or "90 s", in seconds; 0 where that is none."""
+    found = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    return float(found[1]) * _UNITS[found[2][:1].lower()] if found else 0.0
+
+
 def seconds(value: float | timedelta | None, what: str) -> float | None:
     """Return a time as seconds; None stays None.
 
@@ -58,9 +71,10 @@ def seconds(value: float | timedelta | None, what: str) -> float | None:
         value = value.total_seconds()
     elif isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
         text = told(
-            "{what} must be seconds or a timedelta, not {kind}: give for example 600",
+            "{what} must be seconds or a timedelta, not {kind}: give for example {number:g}",
             what=what,
             kind=type(value).__name__,
+            number=_read_duration(value) or 600,
         )
         raise TypeError(text)
     value = float(value)

@@ -30,11 +30,6 @@ def no_argument(function: str, name: str, known: Collection[str]) -> TypeError:
     return TypeError(say(joined(": ", (refused, meant(name, known, "{}=") or there))))
 
 
-def lacks_arguments(function: str, names: Collection[str]) -> TypeError:
-    """Return the error of a call without arguments that a function needs."""
-    return TypeError(told("{name} needs {some}: give it in the call", name=function, some=", ".join(names)))
-
-
 def no_attribute(owner: object, name: str, hint: str) -> AttributeError:
     """Return the error for an attribute that an object does not have, with a hint at what to use instead, or ""."""
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
@@ -56,7 +51,13 @@ def hinted(function: Callable[P, R]) -> Callable[P, R]:
                 raise no_argument(function.__name__, unknown, known) from None
             without = [name for name in needed[len(args) :] if name not in kwargs]
             if without:
-                raise lacks_arguments(function.__name__, without) from None
+                text = told(
+                    "{name} needs {some}: call {name}({all})",
+                    name=function.__name__,
+                    some=", ".join(without),
+                    all=", ".join(needed),
+                )
+                raise TypeError(text) from None
             raise
 
     return call

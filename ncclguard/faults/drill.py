@@ -411,9 +411,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ncclguard drill: {error}", file=sys.stderr)
         return USAGE
     out = sys.stderr if arguments.json == "-" else sys.stdout
+    built_in = (
+        tr(
+            "the built-in channel of a trainer and {engines}, limit of publish {limit:g} s",
+            engines=", ".join(_engines(arguments)),
+            limit=_limit(arguments),
+        )
+        if fault.engine
+        else tr("the built-in one, {count} ranks, limit {limit:g} s", count=arguments.ranks, limit=_limit(arguments))
+    )
+    job = Message(shlex.join(command)) if command else built_in
     with speaking_to(out):
         head = told("ncclguard drill: {operation} (seed {number})", operation=str(fault), number=arguments.seed)
         print(head, file=out, flush=True)
+        print(_line("job", job), file=out, flush=True)
+        if fault.fault == "slow" and not command:
+            print(
+                _line("job", tr("its watch() compares the ranks for about 70 s before it names one")),
+                file=out,
+                flush=True,
+            )
     with tempfile.TemporaryDirectory(prefix="ncclguard-drill-", ignore_cleanup_errors=True) as folder:
         before = set(reports.glob("incident-*.html")) if reports is not None else set()
         env = {VARIABLE: str(fault), PERMISSION: "1", EVENTS_VARIABLE: folder}
@@ -431,21 +448,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             else findings_of(fault.fault, fault.rank, read_events(Path(folder)), fault.raw)
         )
         pages = sorted(set(reports.glob("incident-*.html")) - before) if reports is not None else []
-    built_in = (
-        tr(
-            "the built-in channel of a trainer and {engines}, limit of publish {limit:g} s",
-            engines=", ".join(_engines(arguments)),
-            limit=_limit(arguments),
-        )
-        if fault.engine
-        else tr("the built-in one, {count} ranks, limit {limit:g} s", count=arguments.ranks, limit=_limit(arguments))
-    )
-    job = Message(shlex.join(command)) if command else built_in
     end = tr("{how}, {seconds:.1f} s in all", how=ended.text, seconds=ended.seconds)
     passed = tr("passed", "drill") if findings.passed else tr("FAILED", "drill")
     reports_of = [("report", Message(os.path.relpath(page))) for page in pages]
     with speaking_to(out):
-        for what, text in [("job", job), *findings.lines(), ("ended", end), *reports_of, ("drill", passed)]:
+        for what, text in [*findings.lines(), ("ended", end), *reports_of, ("drill", passed)]:
             print(_line(what, text), file=out, flush=True)
     if arguments.json is not None:
         _write(arguments.json, fault, arguments.seed, findings, ended, pages)

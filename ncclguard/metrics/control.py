@@ -27,7 +27,7 @@ from typing import Any
 from ncclguard.arguments import seconds_or_zero
 from ncclguard.metrics.settings import SETTINGS
 from ncclguard_explain.command_line import Parser, described
-from ncclguard_explain.language import say, speaking_to, told, tr
+from ncclguard_explain.language import joined, say, speaking_to, told, tr
 
 log = logging.getLogger("ncclguard")
 
@@ -282,7 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         job, ranks = choose(options.job)
         values = dict(map(_assignment, options.settings))
         path, answer = first_answer(ranks, {"command": "set", "values": values})
-        return _wait(job, path, int(answer["proposal"]), values, options.wait)
+        with speaking_to(sys.stdout):
+            return _wait(job, path, int(answer["proposal"]), values, options.wait)
     except (ControlError, ValueError) as error:
         with speaking_to(sys.stderr):
             print(
@@ -294,24 +295,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], seconds: float) -> int:
     text = ", ".join(f"{name}={'none' if value is None else f'{value:g}'}" for name, value in values.items())
     until = time.monotonic() + seconds
+    said = False
     while True:
         status = ask(path, {"command": "status"})
         groups, every = status["adopted"], status["statistics_every"]
         pending = [group for group, (number, _) in groups.items() if number < proposal]
+        if not groups and not said:
+            said = True
+            none = told("job {name} has no guarded group yet, and `watch()` alone takes no setting", name=job)
+            waits = told("waiting up to {number:g} s for one", number=seconds)
+            print(f"{none}: {waits}" if seconds else none, flush=True)
         if groups and not pending:
             for group, (_, after) in groups.items():
-                print(f"{text} is in force on all ranks of group {group} of job {job}, since operation {after}")
+                print(
+                    told(
+                        "{setting} is in force on all ranks of group {group} of job {name}, since operation {number}",
+                        setting=text,
+                        group=group,
+                        name=job,
+                        number=after,
+                    )
+                )
             return 0
         if time.monotonic() >= until:
             break
         time.sleep(LOOK)
-    where = (
-        f"groups {', '.join(pending)}"
-        if pending
-        else "the job, which has no guarded group yet (`watch()` alone takes no setting),"
-    )
     print(
-        f"{text} is proposed; {where} will take it with the next exchange: every {every}th operation of a group has one"
+        told(
+            "{setting} is proposed; {some} will take it with the next exchange: every {number}th operation of a group has one",
+            setting=text,
+            some=joined(", ", [tr("group {name}", name=group) for group in pending]) or tr("the job"),
+            number=every,
+        )
     )
     return 1
 

@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a group as source": (
         lambda: ng.safe_broadcast(T, dist.ProcessGroup(0, 1)), TypeError, r"not ProcessGroup: give a number, and the group by",  # type: ignore[arg-type]
     ),
-    "no source": (lambda: ng.safe_broadcast(T), TypeError, "safe_broadcast needs src: give it in the call"),  # type: ignore[call-arg]
+    "no source": (lambda: ng.safe_broadcast(T), TypeError, r"safe_broadcast needs src: call safe_broadcast\(tensor, src\)$"),  # type: ignore[call-arg]
     "a limit for a function": (
         lambda: ng.resilient_evaluate(300), TypeError, "function that evaluates, not int: a limit is given by its name, timeout=300",  # type: ignore[call-overload]
     ),

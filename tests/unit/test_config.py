@@ -352,6 +352,15 @@ class TestTimes:
     def test_accepted(self, value: Any, expected: float | None) -> None:
         assert seconds(value, "timeout") == expected
 
+    @pytest.mark.parametrize(
+        ("text", "number"), [("5m", 300), ("90 s", 90), ("1.5h", 5400), ("600", 600), ("soon", 600), ("0s", 600)]
+    )
+    def test_a_time_as_text_is_refused_with_its_seconds(self, text: str, number: int) -> None:
+        with pytest.raises(
+            TypeError, match=f"^timeout must be seconds or a timedelta, not str: give for example {number}$"
+        ):
+            seconds(text, "timeout")  # type: ignore[arg-type]
+
     @pytest.mark.parametrize("value", [True, "5", [5], Decimal(5), 5j, torch.tensor(5.0)])
     def test_wrong_types(self, value: Any) -> None:
         with pytest.raises(TypeError, match="^limit must be seconds or a timedelta, not "):
