@@ -10,7 +10,9 @@ The way from a file to a report, each module resting only on those above it:
     recorder    flight-recorder dumps, and what they prove
     ras         one question to NCCL's RAS of a running job
     evidence    all facts together: which rank each speaks of, how many ranks there are
-    culprits    rules for ranks that failed, are absent, behind or different, and the order of all rules
+    failures    rules for ranks that failed; `connections`, `witnesses`, `divergence` and `silence` for those that are
+                out of reach, named by others, behind or different, and absent
+    culprits    the order of all rules
     causes      the class of cause
     decision    what to do
     arithmetic  what an element count tells about the tensor

@@ -11,17 +11,16 @@ from dataclasses import dataclass, field
 
 from ncclguard_explain import engines, incident_text
 from ncclguard_explain.cause import WORD, Cause
-from ncclguard_explain.culprits import (
+from ncclguard_explain.connections import fabric_errors, own_addresses
+from ncclguard_explain.evidence import Evidence, World
+from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict, Work
+from ncclguard_explain.failures import (
     deadly_exits,
-    fabric_errors,
     follows_from_peers,
     hardware_errors,
-    own_addresses,
     own_exceptions,
     sticky_cuda,
 )
-from ncclguard_explain.evidence import Evidence, World
-from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict, Work
 from ncclguard_explain.language import Message, tr
 from ncclguard_explain.passages import phase_of
 from ncclguard_explain.patterns import nccl_error_family

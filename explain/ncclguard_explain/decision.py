@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from ncclguard_explain import engines, incident_text, places
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.causes import OUT_OF_MEMORY, Finding
-from ncclguard_explain.culprits import follows_from_peers, own_exceptions
 from ncclguard_explain.evidence import Evidence
 from ncclguard_explain.facts import EXPIRED, Fact, Kind, Verdict
+from ncclguard_explain.failures import follows_from_peers, own_exceptions
 from ncclguard_explain.language import joined, received, tr
 from ncclguard_explain.ranks import ranks_text
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from ncclguard_explain.arithmetic import ModelSizes, explain_numel
 from ncclguard_explain.cause import WORD, Cause
 from ncclguard_explain.causes import Finding, classify, left_normally
-from ncclguard_explain.culprits import find_culprits, guard_incidents
+from ncclguard_explain.culprits import find_culprits
 from ncclguard_explain.decision import advise, decide, next_step
 from ncclguard_explain.evidence import Evidence, Row, World, collectives_in, find_world
 from ncclguard_explain.facts import CONSEQUENCES, WAITING, Fact, Group, Kind, Verdict, Work, united
@@ -24,6 +24,7 @@ from ncclguard_explain.incident_text import call_and_time
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import ranks_text
 from ncclguard_explain.recorder import work_of
+from ncclguard_explain.witnesses import guard_incidents
 
 SCHEMA_VERSION = 1
 

@@ -1,0 +1,140 @@
+"""Connections and addresses that tell who is gone or out of reach; and errors of the fabric."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from ncclguard_explain.cause import Cause
+from ncclguard_explain.evidence import Evidence, World
+from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict
+from ncclguard_explain.language import tr
+from ncclguard_explain.ranks import ranks_text
+
+
+def by_peer_closed(evidence: Evidence, world: World) -> Verdict | None:
+    """NCCL's proxy threads say whose connection closed; after an abort that is only the teardown."""
+    aborts: dict[int, int] = {}
+    for fact in evidence.of(Kind.NOTE, name="abort_complete"):
+        aborts.setdefault(fact.source, fact.line)
+    facts = [fact for fact in evidence.of(Kind.PEER_CLOSED) if fact.line < aborts.get(fact.source, 1 << 60)]
+    if not facts or not evidence.one_node or len({fact.host for fact in facts if fact.host}) > 1:
+        return None
+    local = facts[0].local_rank
+    first = list(itertools.takewhile(lambda fact: fact.local_rank == local, facts))
+    speakers = {fact.pid if fact.pid is not None else (fact.line, fact.order) for fact in first}
+    own = any(fact.number == local for fact in first)  # it says so itself: an orderly end, in which each closes its own
+    devices = [fact.number for fact in facts if fact.number is not None]
+    size = world.size or evidence.local_size or max([local or 0, *devices]) + 1
+    if local is None or own or len(speakers) < max(2, min(size, 8) - 2):
+        return None
+    reason = tr(
+        "{count} processes say that the connection of local rank {local} closed", count=len(speakers), local=local
+    )
+    overturned = [tr("an abort of all communicators before these lines")]
+    return Verdict((local,), Cause.LOST, "medium", "peer closed", reason, facts, overturned=overturned)
+
+
+#: Interfaces that no other host reaches: of the host alone, of its containers and of its virtual machines.
+_OWN_INTERFACE = re.compile(r"lo$|docker|virbr|podman|cni|br-|veth|flannel|cali")
+
+
+def _on_own_interfaces(evidence: Evidence) -> list[Fact]:
+    return [fact for fact in evidence.of(Kind.NCCL_INFO) if _OWN_INTERFACE.match(fact.name) and fact.host]
+
+
+def own_addresses(evidence: Evidence) -> list[Fact]:
+    """Return what hosts told NCCL to be reached at, where two have one and the same address and nothing came of it."""
+    waited = evidence.of(*WAITING, *EXPIRED) or any(
+        "KeyboardInterrupt" in one.name for one in evidence.of(Kind.EXCEPTION)
+    )
+    if not waited or evidence.of(Kind.JOINED, Kind.ALIVE, Kind.PROGRESS):
+        return []
+    told = [fact for fact in _on_own_interfaces(evidence) if fact.name != "lo"]
+    shared = {
+        one.detail for one in told if any(one.detail == other.detail and one.host != other.host for other in told)
+    }
+    return [fact for fact in told if fact.detail in shared][:4]
+
+
+def by_unreachable(evidence: Evidence, world: World) -> Verdict | None:
+    """Ranks of one host have told NCCL an address that only this host has, and the others cannot reach it."""
+    own = _on_own_interfaces(evidence)
+    told = {fact.detail for fact in own}
+    failed = [
+        fact
+        for fact in evidence.of(Kind.NCCL_WARN, name="connect")
+        if any(f" {address}<" in f" {fact.detail}" for address in told)
+    ]
+    hosts = {fact.host for fact in own}
+    if len(hosts) != 1 or not failed or any(fact.host in hosts for fact in failed):
+        return None
+    host = hosts.pop()
+    ranks = tuple(sorted(evidence.ranks.hosts.get(host, ())))
+    reason = tr("{host} has told NCCL the address of {name}, which no other host reaches", host=host, name=own[0].name)
+    places = () if ranks else (host,)
+    return Verdict(ranks, Cause.NETWORK, "medium", "unreachable", reason, own[:1] + failed, places=places)
+
+
+def by_port(evidence: Evidence, world: World) -> Verdict | None:
+    """Ranks of one host say that their own port is down, and those of others that a peer does not answer."""
+    own = [fact for fact in evidence.of(Kind.NCCL_WARN, name="ib_async") if "port error" in fact.detail]
+    hosts = {fact.host for fact in own}
+    told = [fact for fact in fabric_errors(evidence) if fact.name == "ib" and fact.host not in hosts]
+    ranks = {fact.rank for fact in own if fact.rank is not None}
+    if len(hosts) != 1 or not told or not ranks or any(fact.rank is None for fact in own):
+        return None
+    reason = tr(
+        "the port of {ranks} has lost its link, and other hosts get no answer from a peer", ranks=ranks_text(ranks)
+    )
+    return Verdict(tuple(sorted(ranks)), Cause.NETWORK, "medium", "port", reason, own + told)
+
+
+def by_clients(evidence: Evidence, world: World) -> Verdict | None:
+    """Tasks that had ended by srun, or pods that never started, when torch's store misses just as many clients."""
+    for fact in evidence.of(Kind.RENDEZVOUS, name="clients"):
+        ended = [
+            note
+            for note in evidence.of(Kind.NOTE, name="tasks_ended")
+            if note.source == fact.source and note.line < fact.line
+        ]
+        pods = evidence.of(Kind.NOTE, name="not started")
+        ranks = {rank for note in ended + pods for rank in note.peers}
+        came, size = (int(number) for number in re.findall(r"\d+", fact.detail))
+        if ranks and len(ranks) == size - came and max(ranks) < size:
+            reason = tr("{ranks} ended before the others had met", ranks=ranks_text(ranks))
+            if not ended:
+                reason = tr("the containers of {ranks} have never started", ranks=ranks_text(ranks))
+            return Verdict(tuple(sorted(ranks)), Cause.LOST, "medium", "clients", reason, [*ended, *pods, fact])
+    return None
+
+
+def fabric_errors(evidence: Evidence) -> list[Fact]:
+    """Return what InfiniBand, RoCE or EFA report; completions with status 5 are flushes that follow from another."""
+    return [fact for fact in evidence.of(Kind.NCCL_WARN) if fact.name in ("ib", "ib_async") and fact.number != 5]
+
+
+def by_gone_peer(evidence: Evidence, world: World) -> Verdict | None:
+    """All but one rank report that a peer's process ended; the one whose log is here and says nothing is that peer."""
+    facts = [
+        fact
+        for fact in evidence.of(Kind.ASYNC_ERROR, Kind.WATCHDOG_EXCEPTION, Kind.EXCEPTION)
+        if fact.rank is not None and "remote process exited" in fact.text + fact.detail
+    ]
+    told = {fact.rank for fact in facts if fact.rank is not None}
+    spoke = told | {row.rank for row in evidence.rows} | {fact.rank for fact in evidence.of(*EXPIRED)}
+    silent = set(world.covered) - spoke
+    if len(silent) != 1 or world.size is None or len(told) < max(2, world.size - 1) or fabric_errors(evidence):
+        return None
+    reason = tr(
+        "{ranks} report that a peer's process ended or the network broke; {others} printed nothing of the kind",
+        ranks=ranks_text(told),
+        others=ranks_text(silent),
+    )
+    overturned = [
+        tr(
+            "a later line of {ranks}, or the same error in its log: then the network between them broke",
+            ranks=ranks_text(silent),
+        )
+    ]
+    return Verdict(tuple(silent), Cause.UNKNOWN, "medium", "silence", reason, facts, overturned=overturned)
