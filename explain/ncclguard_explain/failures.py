@@ -1,4 +1,4 @@
-"""Failures that name their rank: an exception of its own, a broken GPU, a signal, an exit; and who follows from whom."""
+"""Failures that name their rank: exceptions of its own, a broken GPU, a signal, an exit; and who follows from whom."""
 
 from __future__ import annotations
 
