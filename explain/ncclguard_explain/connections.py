@@ -91,7 +91,7 @@ def by_port(evidence: Evidence, world: World) -> Verdict | None:
 
 
 def by_clients(evidence: Evidence, world: World) -> Verdict | None:
-    """Tasks that had ended by srun, or pods that never started, when torch's store misses just as many clients."""
+    """Tasks that had ended, pods that never started, or ranks with a wrong name: as many as torch's store misses."""
     for fact in evidence.of(Kind.RENDEZVOUS, name="clients"):
         ended = [
             note
@@ -106,6 +106,17 @@ def by_clients(evidence: Evidence, world: World) -> Verdict | None:
             if not ended:
                 reason = tr("the containers of {ranks} have never started", ranks=ranks_text(ranks))
             return Verdict(tuple(sorted(ranks)), Cause.LOST, "medium", "clients", reason, [*ended, *pods, fact])
+        nameless = [note for note in evidence.of(Kind.NOTE, name="no_address") if note.rank is not None]
+        gave_up = {one.rank for one in evidence.of(Kind.RENDEZVOUS, name="connect")}
+        without = {note.rank for note in nameless if note.rank is not None and note.rank in gave_up}
+        if without and len(without) == size - came and gave_up == without and fact.rank not in without:
+            reason = tr(
+                "{ranks} looked for the store under a name without an address: {name}; the others have met there",
+                ranks=ranks_text(without),
+                name=nameless[0].detail,
+            )
+            facts = [*(note for note in nameless if note.rank in without), fact]
+            return Verdict(tuple(sorted(without)), Cause.FAILED, "medium", "clients", reason, facts)
     return None
 
 

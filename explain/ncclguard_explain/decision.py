@@ -42,7 +42,7 @@ _MEMORY = ("OutOfMemory", "out of memory", "MemoryError", "Cannot allocate memor
 _ENVIRONMENT = ("ModuleNotFoundError", "ImportError", "PermissionError", "FileNotFoundError", "ConnectionError", "HTTPError",
                 "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError",
                 "killed by signal: Killed", "killed by signal: Bus error",
-                "Failed to initialize the HCCP process", "was built without", "Error opening", "PytorchStreamWriter failed", "unexpected pos", "Disk quota exceeded", "Input/output error")  # fmt: skip
+                "Failed to initialize the HCCP process", "Device acquire failed", "was built without", "Error opening", "PytorchStreamWriter failed", "unexpected pos", "Disk quota exceeded", "Input/output error")  # fmt: skip
 #: torch/c10/cuda/CUDACachingAllocator.cpp names the other processes on the GPU, and its own where it knows its number.
 _OTHER_PROCESS = re.compile(
     r"\bProcess (\d+) has [\d.]+ GiB memory in use\b(?:(?!Tried to allocate).)*\b"
@@ -241,7 +241,12 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         return _without(verdict, [], reason)
     if -7 in numbers and evidence.of(Kind.NOTE, name="shm_full"):
         return Decision("fix-environment", tr("a process found no shared memory: /dev/shm is full"))
-    if numbers & {-11, -4, -8, -7}:
+    if -7 in numbers:
+        reason = tr(
+            "memory that a process had mapped was not there: /dev/shm or a disk is full, or a file was cut or went away"
+        )
+        return Decision("fix-environment", reason)
+    if numbers & {-11, -4, -8}:
         return Decision("unknown", tr("a process crashed in native code, and nothing says where"))
     if cause is Cause.LOST and -9 in numbers:
         text = tr(

@@ -46,6 +46,16 @@ _PRINTS_DOCUMENT = re.compile(
     r"[+$] *(?:(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)"
 )
 _NEXT_COMMAND = re.compile(r"[+$]+ \S")
+#: What a chat prints above each message: who, and when.
+_SPEAKER = re.compile(
+    rb"(?m)^(?:[*_]{1,2})?@?([A-Za-z][\w.\- ]{0,30}?)(?:[*_]{1,2})?(?: {1,4}|, |\t| \xe2\x80\x94 )"
+    rb"\[?(?:(?:[Tt]oday|[Yy]esterday)(?: at)? )?\d{1,2}:\d\d(?: ?[AaPp][Mm])?\]?:?\r?$"
+)
+#: The title of a page that quotes what one may see.
+_PAGE_OF_ERRORS = re.compile(
+    rb"\s*(?:---\n(?:[\w\-]+:.*\n)+---\s+)?(?:#{1,3} [^\n]{0,60}|(?=[^\n]{3,80}\n[=\-]{3,}\s*\n)[^\n]{0,60})"
+    rb"\b(?i:troubleshooting|FAQ|frequently asked|runbook|playbook|known (?:issues|errors)|release notes|changelog|common (?:errors|problems))\b"
+)
 #: Several copies of one server, of which the log is: each counts its processes from 0 on.
 _REPLICAS = re.compile(
     r"\bkubectl .*\blogs\b.* (?:-l|--selector|--all-pods|deploy(?:ment)?s?/)|\b(?i:replicas?[=: ]+|--replicas[= ])(?:[2-9]|\d\d)\b|"
@@ -178,6 +188,12 @@ class World:
         return self.size == 2 and (self.basis != "highest rank seen" or self.merged)
 
 
+def _is_conversation(data: bytes) -> bool:
+    """Return whether people speak, a few lines each, and not a program."""
+    speakers = _SPEAKER.findall(data)
+    return len(speakers) > 3 and len(set(speakers)) < len(speakers) and data.count(b"\n") < 10 * len(speakers)
+
+
 def read_record(record: Record) -> Iterator[Fact]:
     """Yield the facts of one record."""
     prefix = record.prefix
@@ -275,6 +291,17 @@ class Collector:
             if source.name.endswith(".py"):
                 self._quoted[source.index] = sys.maxsize
                 self.evidence.notes.append(tr("{name}: a program, and no log", name=source.name))
+            if _PAGE_OF_ERRORS.match(data):
+                self._quoted[source.index] = sys.maxsize
+                self.evidence.notes.append(tr("{name}: a document about errors, and no log", name=source.name))
+            if _is_conversation(data):
+                self._quoted[source.index] = sys.maxsize
+                self.evidence.notes.append(
+                    tr(
+                        "{name}: a conversation, in which messages are quoted: give the log that it is about",
+                        name=source.name,
+                    )
+                )
             if data and _LIST.fullmatch(data) and b"\n" in data.strip():
                 self._quoted[source.index] = sys.maxsize
         self._signs.read(source.index, data)
@@ -436,7 +463,7 @@ class Collector:
                 setattr(known, name, getattr(known, name) or getattr(fact, name))
             if known.group is None:
                 known.group = fact.group
-            if fact.kind is Kind.ALIVE or fact.name in ("committed", *_PASSING.get(fact.kind, ())):
+            if fact.kind is Kind.ALIVE or fact.name in ("committed", "resumed", *_PASSING.get(fact.kind, ())):
                 known.line = fact.line  # what came after what is asked of the last one
             return
         if len(evidence.facts) >= MAX_FACTS and fact.kind not in _ALWAYS:
@@ -697,9 +724,15 @@ def _mark_ended_well(evidence: Evidence) -> None:
     about the others.
     """
     accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB]
+    ran = {(fact.source, fact.line) for fact in evidence.of(Kind.PHASE, name="tests ran")}
+    passed = [
+        fact
+        for fact in evidence.of(Kind.PHASE, name="tests passed")
+        if any((fact.source, fact.line - back) in ran for back in (1, 2))
+    ]
     ends = {
         fact.source: fact.line
-        for fact in evidence.of(Kind.PHASE, Kind.PROGRESS, name="succeeded")
+        for fact in evidence.of(Kind.PHASE, Kind.PROGRESS, name="succeeded") + passed
         if fact.after_symptom and (
             (job := _JOB_OF_TABLE.match(fact.detail)) is None  # a table may have other jobs too
             or any(re.search(rf"\b{job[1]}\b", one.text) for one in accusing if one.kind is Kind.SCHEDULER)

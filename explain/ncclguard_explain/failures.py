@@ -41,7 +41,7 @@ _FOLLOWING_TYPES = frozenset(
      "CollectiveFingerPrint", "SIGTERMException", "GuardError", *incident_text.ERRORS,
      "RayTaskError", "TimeoutError", "GetTimeoutError", "RayChannelTimeoutError", "RayChannelError", "EngineDeadError",
      "EngineGenerateError", "KVTransferError", "ActorDiedError", "RayActorError", "ActorUnavailableError",
-     "WorkerCrashedError", "NodeDiedError", "RendezvousTimeoutError", "RendezvousClosedError", "CheckpointException",
+     "WorkerCrashedError", "NodeDiedError", "ExecuteUserScriptError", "RendezvousTimeoutError", "RendezvousClosedError", "CheckpointException",
      "DeadlockDetectedException", "EPException", "CancelledError", "BrokenBarrierError", "ConnectionAbortedError",
      "Again", "ReadTimeout", "ConnectTimeout", "MaxRetryError", "NewConnectionError", "WorkerHealthCheckTimeoutError", "WorkerGroupStartupTimeoutError", "AsyncEngineDeadError",
      "ConnectError", "RemoteProtocolError", "ClientConnectorError", "ServerDisconnectedError", "RemoteDisconnected"]

@@ -30,6 +30,8 @@ _OWN_RANK = re.compile(
     r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
     r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\bRank (?=\d+: Completed store-based barrier)|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
+# In front of a program's own lines; in lower case it is vLLM's, of a group.
+_OF_ALL = re.compile(r"\[(?:RANK|Rank) (\d{1,6})/\d{1,6}\]")
 _LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
 # The environment of one rank, as a container's entry point prints it.
 _ENVIRONMENT = re.compile(r"(?:^(?=.*\bWORLD_SIZE=).*(?<![A-Z_])RANK=(\d{1,6})\b|^(?:export )?RANK[=:] ?(\d{1,6})\s*$)")
@@ -42,7 +44,7 @@ _NEXT_COMMAND = re.compile(r"[$#+>] |={3,}|-{3}|[\w.\-]+@\S+ ?.*[$#] |.*\bkubect
 _LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a row of `kubectl get pods`
 # "gpu-17: ranks 8-15", as launchers and people write it; "NODE_RANK: 2" in `kubectl describe` of a pod
 _RANGES = re.compile(
-    r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:node_rank[ =]\d+ (?:-> )?)?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
+    r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:(?i:node[_ ]rank)[ =:]+\d+,? (?:-> )?)?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
 )
 _LISTED_ON = re.compile(
     r"(?<![\w.\-])([A-Za-z][\w.\-]*\d\w*)(?:: | ?[=\-]> )(?:global )?ranks (\d{1,6}(?:, ?\d{1,6})+)\b"
@@ -315,7 +317,7 @@ class RankMap:
     def _of_log(self, pod: str, rows: Sequence[str]) -> None:
         """Note the ranks that speak in a pod's log, which `kubectl logs` prints up to the next command or heading."""
         for row in itertools.takewhile(lambda row: _NEXT_COMMAND.match(row) is None, rows):
-            own, told = split_prefix(row), _OWN_RANK.search(row)
+            own, told = split_prefix(row), _OWN_RANK.search(row) or _OF_ALL.search(row)
             if own.rank is not None and own.basis == "prefix":
                 self.hosts.setdefault(pod, set()).add(own.rank)
             elif told is not None and not _TROUBLE.search(row):

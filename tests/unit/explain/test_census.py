@@ -102,7 +102,8 @@ def test_a_request_that_an_engine_refuses_is_survived(explain_lines: Explain) ->
         '(APIServer pid=1) INFO:     10.0.0.9:1 - "POST /v1/completions HTTP/1.1" 200 OK',
     ]
     assert not explain_lines(served).incident
-    assert explain_lines(served[:1]).incident
+    assert not explain_lines(served[:1]).incident, "it is the client's fault"
+    assert explain_lines([served[0].replace("ValueError", "RuntimeError")]).incident
 
 
 def test_values_that_are_no_numbers_do_not_convict_the_program(explain_lines: Explain) -> None:

@@ -883,3 +883,60 @@ def test_a_pod_that_may_have_more_ranks_or_is_of_another_job_does_not_tell_its_r
     described = ["Name:             sft-worker-1", "      Reason:       OOMKilled", "      Exit Code:    137", "    Limits:",
                  *limits, "    Environment:", "      WORLD_SIZE:   4", "      RANK:         3"]  # fmt: skip
     assert explain_lines({"describe.txt": described, "job.log": timeout(7, seq=5)}, world_size=8).culprits == ()
+
+
+@pytest.mark.parametrize("rank, named", [(2, (2,)), (0, ())])
+@pytest.mark.parametrize("came", [3, 2])
+def test_who_looks_for_the_store_under_a_wrong_name(
+    explain_lines: Explain, rank: int, came: int, named: tuple[int, ...]
+) -> None:
+    lines = [
+        (
+            f"[rank{rank}]:[W1003 09:11:25 socket.cpp:755] [c10d] The IPv4 network addresses of (trainer0, 29500) cannot be "
+            "retrieved (gai error: -3 - Temporary failure in name resolution)."
+        ),
+        f"[rank0]: torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. {came}/4 clients joined.",
+        (
+            f"[rank{rank}]: torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to "
+            "connect to (trainer0, 29500)."
+        ),
+    ]
+    assert explain_lines(lines).culprits == (named if came == 3 else ())
+
+
+@pytest.mark.parametrize("between", ["", "NODE_RANK=3 ", "node rank 3, "])
+def test_the_ranks_of_a_node_that_failed(explain_lines: Explain, between: str) -> None:
+    lines = [f"gpu-a0{node}: {between}ranks {8 * node}-{8 * node + 7}" for node in range(4)]
+    assert explain_lines([*lines, "srun: error: Node failure on gpu-a03"]).culprits == tuple(range(24, 32))
+
+
+def test_the_rank_that_a_pods_own_lines_have_in_front(explain_lines: Explain) -> None:
+    lines = [
+        "bert-worker-2    0/1     OOMKilled   0          3h11m",
+        "$ kubectl logs bert-worker-2 --tail 6",
+        "2025-08-05 12:40:11 [RANK 3/5] step 5210 loss 2.2",
+        "$ kubectl logs bert-worker-0 --tail 6",
+        "2025-08-05 12:40:11 [RANK 1/5] step 5210 loss 2.2",
+        "$ kubectl describe pod bert-worker-2",
+    ]
+    assert explain_lines(lines).culprits == (3,)
+    lines.insert(3, "2025-08-05 12:40:11 [RANK 4/5] step 5210 loss 2.2")
+    assert explain_lines(lines).culprits != (3,), "two ranks in the pod"
+
+
+def test_memory_that_was_mapped_and_is_gone_is_no_fault_of_the_program(explain_lines: Explain) -> None:
+    report = explain_lines(
+        ["mpirun noticed that process rank 9 with PID 291 on node a exited on signal 7 (Bus error)."]
+    )
+    assert (report.culprits, report.decision) == ((9,), "fix-environment")
+
+
+@pytest.mark.parametrize(
+    "line", ["The system will power off now!", "The system will power off now! (GCE: instance is being preempted)"]
+)
+def test_a_machine_that_is_taken_away(explain_lines: Explain, line: str) -> None:
+    lost = "[rank1]:[E409 07:28:58 ProcessGroupNCCL.cpp:1595] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: NCCL error: remote process exited or there was a network error"
+    report = explain_lines(
+        {"node0.log": [lost], "node1.log": [line, "Received 15 death signal, shutting down workers"]}
+    )
+    assert (report.culprits, report.decision) == ((), "restart")

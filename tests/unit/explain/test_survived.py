@@ -465,12 +465,10 @@ SERVER = "(APIServer pid=1) INFO 07-01 1{}:00:10 [loggers.py:236] Engine 000: Av
 ANSWER = 'INFO:     10.0.0.9:0 - "GET /health HTTP/1.1" 200 OK'
 
 
-@pytest.mark.parametrize("after, calm", [([ANSWER, SERVER.format(1, 2)], True), ([ANSWER], False)])
-def test_a_server_that_answers_a_probe_and_serves_on_survived_a_refused_request(
-    explain_lines: Explain, after: list[str], calm: bool
-) -> None:
-    refused = "(APIServer pid=1) ERROR 07-01 10:00:05 [serving_chat.py:290] ValueError: This model's maximum context length is 32768"
-    assert explain_lines([refused, SERVER.format(0, 1), *after]).incident is not calm
+def test_a_server_that_answers_a_probe_and_serves_on_survived_an_error(explain_lines: Explain) -> None:
+    refused = "(APIServer pid=1) ERROR 07-01 10:00:05 [serving_chat.py:290] RuntimeError: the request was cut off"
+    assert not explain_lines([refused, SERVER.format(0, 1), ANSWER, SERVER.format(1, 2)]).incident
+    assert explain_lines([refused]).incident
 
 
 @pytest.mark.parametrize("after, calm", [([SERVES.format(20)], True), ([], False)])
@@ -639,3 +637,18 @@ def test_hosts_with_one_address_of_their_own_are_no_incident_where_the_job_steps
     logs = {f"{host}.log": [f"{host}:7:7 [0] NCCL INFO Bootstrap : Using docker0:172.17.0.1<0>", *(STEPS if steps else [])]
             for host in ("a1", "b1")}  # fmt: skip
     assert not explain_lines(logs).incident
+
+
+def test_a_requeue_that_the_job_asked_for_is_over_once_it_steps_again(explain_lines: Explain) -> None:
+    before = ["INFO resume from /ck/step_061500 (requeue #3)", "INFO step 61500 loss 2.3", "INFO step 62200 loss 2.2"]
+    requeue = "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2025-02-04T03:50:54 DUE TO JOB REQUEUE ***"
+    after = ["INFO resume from /ck/step_062300 (requeue #4)", "INFO step 62310 loss 2.1", "INFO step 62320 loss 2.1"]
+    assert not explain_lines([*before, requeue, *after]).incident
+    assert explain_lines([*before, requeue, after[0]]).incident
+
+
+def test_a_server_of_engines_that_was_interrupted(explain_lines: Explain) -> None:
+    ends = "(Worker_TP{0} pid=46{0}) INFO 11-20 18:05:40 [multiproc_executor.py:558] Parent process exited, terminating worker"
+    shuts = "^C(APIServer pid=4) INFO 11-20 18:05:40 [launcher.py:110] Shutting down FastAPI HTTP server."
+    assert not explain_lines([shuts, ends.format(0), ends.format(1)]).incident
+    assert explain_lines([ends.format(0), ends.format(1)]).incident

@@ -1,0 +1,61 @@
+"""Messages that somebody quotes are no incident: sources that are searched, pages, conversations, samples of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from explain_logs import timeout
+
+from ncclguard_explain import Report
+
+Explain = Callable[..., Report]
+
+LATE = timeout(1, 77)[0]
+XID = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus."
+MEMORY = "[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@pytest.mark.parametrize(
+    "place", ["torch/csrc/c10d/ProcessGroupNCCL.cpp:812:    // ", "docs/gpu.md:14:", "test_c10d.py-31-    # "]
+)
+@pytest.mark.parametrize("line", [LATE, XID, MEMORY])
+def test_a_search_in_sources_is_no_incident(explain_lines: Explain, place: str, line: str) -> None:
+    assert not explain_lines(["$ grep -rn Watchdog .", place + line, "docs/a.rst:3:" + line]).incident
+    assert explain_lines([f"train.log:14:{line}"]).incident, "a search in a log"
+    assert explain_lines([f"/opt/x/train.py:14: UserWarning: {line}"]).incident, "a warning of Python's"
+
+
+@pytest.mark.parametrize(
+    "title", ["# Troubleshooting", "---\ntitle: x\n---\n\n## FAQ of the cluster", "Known issues\n============"]
+)
+def test_a_page_on_errors_is_no_incident(explain_lines: Explain, title: str) -> None:
+    page = [*title.split("\n"), "", "You may see", "", f"    {LATE}", "", f"    {XID}", ""]
+    report = explain_lines(page)
+    assert not report.incident and "a document about errors, and no log" in report.notes[0]
+    assert explain_lines(["# Run of Tuesday", *page[-6:]]).incident
+
+
+@pytest.mark.parametrize("head", ["{}  10:0{}", "**{}** 14:0{}", "{} — Today at 9:0{} AM", "@{}, 10:0{}"])
+def test_a_conversation_is_no_log(explain_lines: Explain, head: str) -> None:
+    said = ["what do we say of", f"> {LATE}", "that rank waits", f"> {XID}", "and a GPU that is lost"]
+    talk = [line for at, text in enumerate(said) for line in (head.format("ann" if at % 2 else "Bob K", at), text, "")]
+    report = explain_lines(talk)
+    assert not report.incident and "give the log that it is about" in report.notes[0]
+    assert explain_lines([*talk[:6], *[f"[rank1]: step {n}" for n in range(60)], LATE]).incident, "mostly a log"
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt", "completion 12", "sample 13 answer", '{"question"', "[eval] Generated text"]
+)
+def test_what_a_model_was_given_or_wrote_is_no_incident(explain_lines: Explain, name: str) -> None:
+    lines = ["[rank0]: step 1 loss 2.5", f"{name}: My job died with {MEMORY}", f"[rank0]: {name}: {XID}"]
+    assert not explain_lines(lines).incident
+    assert explain_lines([*lines, MEMORY]).culprits == (2,)
+
+
+@pytest.mark.parametrize("end, calm", [("OK", True), ("OK (skipped=1)", True), ("FAILED (failures=1)", False)])
+def test_tests_that_fail_a_job_on_purpose(explain_lines: Explain, end: str, calm: bool) -> None:
+    lines = ["test_timeout (__main__.Errors) ... ", LATE, "ok", "-" * 70, "Ran 4 tests in 128.114s", "", end]
+    assert explain_lines(lines).incident is not calm
+    assert explain_lines([LATE, "OK"]).incident, "no count of tests"
