@@ -26,11 +26,11 @@ from ncclguard_explain.records import BINARY, Recoder, Record, Scanner, Source, 
 # always are.
 MAX_FACTS = 100_000
 _ALWAYS = WAITING | {Kind.FINGERPRINT, Kind.DUMP_RECEIVED, Kind.DESYNC, Kind.LAUNCHER, Kind.EXIT}
-_OF_A_HEALTHY_JOB = frozenset(
+OF_A_HEALTHY_JOB = frozenset(
     {Kind.RETRIED, Kind.PROGRESS, Kind.PHASE, Kind.NOTE, Kind.NCCL_INFO, Kind.JOINED, Kind.ALIVE, Kind.PEER_CLOSED}
 )
 # What may stand beside an exception that the program caught; the store's clients try again.
-_SURVIVED_WITH = _OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT, Kind.KERNEL_OOM}
+_SURVIVED_WITH = OF_A_HEALTHY_JOB | {Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT, Kind.KERNEL_OOM}
 #: NVIDIA's Xid numbers of faults that were corrected: a row of memory to be remapped, single-bit errors.
 _CORRECTED = frozenset([63, 92, 94])
 #: A process that the kernel has ended and whose name is that of a user's own tools, cut to 15 letters.
@@ -50,6 +50,9 @@ _NEXT_COMMAND = re.compile(r"[+$]+ \S")
 _SPEAKER = re.compile(
     rb"(?m)^(?:[*_]{1,2})?@?([A-Za-z][\w.\- ]{0,30}?)(?:[*_]{1,2})?(?: {1,4}|, |\t| \xe2\x80\x94 )"
     rb"\[?(?:(?:[Tt]oday|[Yy]esterday)(?: at)? )?\d{1,2}:\d\d(?: ?[AaPp][Mm])?\]?:?\r?$"
+)
+_SPEAKER_BEHIND = re.compile(
+    rb"(?m)^\[\d{1,2}:\d\d(?: ?[AaPp][Mm])?\] (?!INFO|WARN|ERROR|DEBUG)@?([A-Za-z][A-Za-z.\- ]{1,30}): "
 )
 #: The title of a page that quotes what one may see.
 _PAGE_OF_ERRORS = re.compile(
@@ -191,6 +194,8 @@ class World:
 def _is_conversation(data: bytes) -> bool:
     """Return whether people speak, a few lines each, and not a program."""
     speakers = _SPEAKER.findall(data)
+    if b"\n> " in data or b"`" in data:
+        speakers += _SPEAKER_BEHIND.findall(data)
     return len(speakers) > 3 and len(set(speakers)) < len(speakers) and data.count(b"\n") < 10 * len(speakers)
 
 
@@ -441,7 +446,7 @@ class Collector:
             fact.local_rank,
             fact.host,
             fact.place,
-            fact.pid if fact.kind is not Kind.NCCL_WARN else None,
+            fact.pid if fact.kind is not Kind.NCCL_WARN or fact.name == "ib_async" else None,
             work and (work.seq, work.op, work.numel_in, work.shape, work.ran_ms),
             fact.enqueued,
             fact.completed,
@@ -528,7 +533,7 @@ class Collector:
 
     def _leave_out_what_is_of_no_job(self, evidence: Evidence) -> None:
         foreign = [fact for fact in evidence.facts if self._signs.foreign(fact)]
-        if foreign and all(fact in foreign or fact.kind in _OF_A_HEALTHY_JOB | {Kind.STACK} for fact in evidence.facts):
+        if foreign and all(fact in foreign or fact.kind in OF_A_HEALTHY_JOB | {Kind.STACK} for fact in evidence.facts):
             evidence.facts = [fact for fact in evidence.facts if fact not in foreign]
             evidence.broken_off = {}
             evidence.notes.append(
@@ -686,7 +691,7 @@ def _last_attempt(evidence: Evidence) -> list[Fact]:
 def _drop_earlier_attempts(evidence: Evidence) -> None:
     """Count as survived what stands before torchrun's last restart, where something went wrong after it too."""
     for note in evidence.of(Kind.NOTE, name="restarted"):
-        own = [fact for fact in evidence.facts if fact.source == note.source and fact.kind not in _OF_A_HEALTHY_JOB]
+        own = [fact for fact in evidence.facts if fact.source == note.source and fact.kind not in OF_A_HEALTHY_JOB]
         if any(fact.line > note.line for fact in own):
             for fact in own:
                 fact.kind = fact.kind if fact.line > note.line else Kind.RETRIED
@@ -713,7 +718,7 @@ def _mark_healed(evidence: Evidence) -> None:
         last.setdefault(fact.source, {})[fact.detail] = fact.line
     for fact in evidence.facts:
         healed = min(last.get(fact.source, {"": 0}).values())
-        if fact.kind not in _OF_A_HEALTHY_JOB and max(fact.line, fact.until) < healed:
+        if fact.kind not in OF_A_HEALTHY_JOB and max(fact.line, fact.until) < healed:
             fact.kind = Kind.RETRIED
 
 
@@ -723,7 +728,7 @@ def _mark_ended_well(evidence: Evidence) -> None:
     It is the launcher, the shell or the scheduler that says so, for all ranks; a rank that has finished proves nothing
     about the others.
     """
-    accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB]
+    accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB]
     ran = {(fact.source, fact.line) for fact in evidence.of(Kind.PHASE, name="tests ran")}
     passed = [
         fact
@@ -755,7 +760,7 @@ def _mark_traced_anew(evidence: Evidence) -> None:
 
 def _mark_stepped_over(evidence: Evidence) -> None:
     """Count everything as survived where the job is seen to step on behind all that a log has against it."""
-    accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB | {Kind.STACK}]
+    accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.STACK}]
     steps = [fact for fact in evidence.of(Kind.ALIVE) if fact.after_symptom and fact.name == "train"]
     sources = {fact.source for fact in steps}
     there = [fact for fact in accusing if fact.source in sources]
@@ -774,7 +779,7 @@ def _mark_evaluated(evidence: Evidence) -> None:
     Each rank says so, and its incidents, which are written by a thread of their own, may stand behind that.
     """
     over = {fact.source: max(fact.line, fact.until) for fact in evidence.of(Kind.NOTE, name="evaluation over")}
-    accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB]
+    accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB]
     there = [
         fact
         for fact in accusing
@@ -892,7 +897,7 @@ def _mark_moving(evidence: Evidence) -> None:
     """Count stacks as no sign of a hang where the job's log steps on behind the time at which they were taken."""
     taken = max((fact.detail for fact in evidence.of(Kind.NOTE, name="stacks taken")), default=None)
     stacks = evidence.of(Kind.STACK)
-    if taken is None or any(fact.kind not in _OF_A_HEALTHY_JOB | {Kind.STACK} for fact in evidence.facts):
+    if taken is None or any(fact.kind not in OF_A_HEALTHY_JOB | {Kind.STACK} for fact in evidence.facts):
         return
     there = {fact.source for fact in stacks}
     steps = [fact for fact in evidence.of(Kind.ALIVE) if fact.source not in there and fact.number is not None]
@@ -911,7 +916,7 @@ def _mark_shut_down(evidence: Evidence) -> None:
     ends: dict[int, int] = {}
     for note in evidence.of(Kind.NOTE, name="shut_down"):
         ends.setdefault(note.source, note.line)
-    accusing = [fact for fact in evidence.facts if fact.kind not in _OF_A_HEALTHY_JOB | {Kind.TEARDOWN}]
+    accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.TEARDOWN}]
     if all("Parent process exited" in fact.text for fact in accusing):  # a server has been told to end, and says so
         for note in evidence.of(Kind.NOTE, name="server_down"):
             ends.setdefault(note.source, note.line)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ncclguard_explain import engines, incident_text, places
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.evidence import Evidence, World
+from ncclguard_explain.evidence import OF_A_HEALTHY_JOB, Evidence, World
 from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict
 from ncclguard_explain.language import joined, tr
 from ncclguard_explain.ranks import ranks_text
@@ -32,7 +32,7 @@ _FOLLOWS = re.compile(
     r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
     r"|peer (?:has |may have )?(?:closed|disconnected|exited)|NRT_TIMEOUT|workspace wait failed"
     r"|[Cc]ollective (?:call|op|operation)s? (?:has |have |was |were )?(?:returned|failed|aborted|interrupted)|sync_global_devices name mismatch|status: (?:Cancelled|DeadlineExceeded)"
-    r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|ACL stream synchronize failed(?!.{0,20}error code)|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout|ndpoint is not connected|[Rr]equest cancell?ed|lease expired"
+    r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|ACL stream synchronize failed(?!.{0,20}error code)|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout|ndpoint is not connected|[Rr]equest cancell?ed|lease expired|^cancelled$"
 )
 _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
@@ -46,6 +46,8 @@ _FOLLOWING_TYPES = frozenset(
      "Again", "ReadTimeout", "ConnectTimeout", "MaxRetryError", "NewConnectionError", "WorkerHealthCheckTimeoutError", "WorkerGroupStartupTimeoutError", "AsyncEngineDeadError",
      "ConnectError", "RemoteProtocolError", "ClientConnectorError", "ServerDisconnectedError", "RemoteDisconnected"]
 )  # fmt: skip
+#: Frames of a rank that asks a server, which ranks do not ask each other by.
+_HTTP = re.compile(r"\b(?:requests|urllib3|httpx|aiohttp)/|\bvllm_client\.py")
 BARRIER_KEY = re.compile(r"store_based_barrier_key:\d+")
 _PEER_GONE = re.compile(r"remote process exited|ncclRemoteError|[Cc]onnection refused|Connection reset by peer")
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
@@ -502,6 +504,15 @@ def by_first_exit(evidence: Evidence, world: World) -> Verdict | None:
             "{ranks} exited first with code {code}; the others were aborted after it", ranks=who, code=first.number
         )
         return Verdict((first.rank,), Cause.FAILED, "medium", "first exit", reason, facts)
+    lost = [fact for fact in evidence.of(Kind.EXCEPTION) if any(map(_HTTP.search, fact.frames))]
+    troubled = {fact.rank for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB} - {None}
+    if lost and first.rank is not None and troubled == {first.rank} == {fact.rank for fact in lost}:
+        reason = tr(
+            "{ranks} alone failed, first of all: it had no answer from a server that is no rank: {text}",
+            ranks=who,
+            text=_failure_text(lost[-1])[:300].rstrip(" .。"),
+        )
+        return Verdict((first.rank,), Cause.FAILED, "medium", "first exit", reason, [*lost, *facts])
     reason = tr("{ranks} exited first, cause not shown", ranks=who)
     if first.number is not None:
         reason = tr("{ranks} exited first with code {code}, cause not shown", ranks=who, code=first.number)

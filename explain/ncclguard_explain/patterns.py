@@ -702,8 +702,9 @@ ROWS: tuple[Row, ...] = (
     # --- AMD, Ascend ------------------------------------------------------------------------------------------------
     Row(Kind.CUDA, "ROCm ROCr-Runtime, 5.0 to 7.0", r"(?P<detail>HW Exception by GPU node-\d+ .*?reason ?:? ?GPU Hang)", "HW Exception",
         (("HW Exception by GPU node-3 (Agent handle: 0x55) reason :GPU Hang", {"name": "gpu_hang"}),), fields={"name": "gpu_hang", "rank": None, "rank_basis": ""}),
-    Row(Kind.CUDA, "Ascend runtime (CANN), EZ9999, 6.x to 8.x", r"(?P<detail>there is an exception of \w+ aivector error|\[aicore exception\])", "",
+    Row(Kind.CUDA, "Ascend runtime (CANN), EZ9999, 6.x to 8.x", r"(?:\[PID: (?P<pid>\d{1,9})\][^\n]{0,200}?)?(?P<detail>there is an exception of \w+ aivector error|\[aicore exception\])", "",
         (("[rank5]: EZ9999: The error from device(chipId:5, dieId:0), serial number is 3, there is an exception of fftsplus aivector error, core id is 17", {"rank": 5}),
+         ("[PID: 40311] 2025-07-02-09:21:09.988.140 AICORE_Error(EZ9999): The error from device(chipId:6, dieId:0), serial number is 1, there is an exception of fftsplus aivector error", {"pid": 40311}),
          ("rtStreamSynchronize execute failed, reason=[aicore exception][FUNC:FuncErrorReason]", {})), fields={"name": "npu"}),
     Row(Kind.ENGINE_WAIT, "Ascend runtime (CANN) under torch_npu", r"error code is 5070(?:11|14|18)|query event recorded status failed|aicore execution times out", "",
         (("NPU function error: call aclrtSynchronizeDevice failed, error code is 507014", {"name": "kernel"}),), fields={"name": "kernel"}),
@@ -1019,6 +1020,8 @@ ROWS: tuple[Row, ...] = (
         more=lambda found, text, fact: fact.clone(detail=(fact.detail or found["other"] or fact.name)[:200], name="")),
     Row(Kind.RETRIED, "vLLM vllm/entrypoints/openai, 0.5 to 0.33: a request that was refused", r"\[(?:serving|api)_\w+\.py:\d+\] (?:\w+\.)*ValueError: .*", "] ValueError|.ValueError",
         (("ERROR 05-30 18:44:02 [serving_chat.py:197] ValueError: This model's maximum context length is 8192 tokens.", {}),)),
+    Row(Kind.RETRIED, "MosaicML Composer composer/trainer/trainer.py, 0.10 to 0.32: a microbatch that is found by trying", r"\bicrobatch size \d+ raised: .*|CUDA out of memory detected\. \w+ microbatch size will be decreased|Train microbatch size \d+ raised: .*", "microbatch size",
+        (("composer.trainer.trainer: CUDA out of memory detected. Train microbatch size will be decreased from 32 -> 16.", {}),)),
     Row(Kind.RETRIED, "trainers", r"\b(?:[Rr]etrying\b|[Rr]etry \d|[Rr]etry with\b|will be retried|entering retry loop|Using batch[- ]size \d)|\(caught\b|\bHandling \w+ error \(.*\)\. Ignoring|(?:rror|imeout|imed out|ailed)\b.{0,120}?\battempt (?P<nth>\d+)/(?!(?P=nth)\b)\d+|\bcaught[,:] (?=.*(?:[Rr]etr|[Ss]kip|[Cc]ontinu|[Ii]gnor|memory))|Decreasing batch size to", "etry|retried|(caught|Handling |attempt |caught|Decreasing batch|Using batch",
         (("[rank2]: retrying the batch after ValueError", {"rank": 2}), ("wandb: Network error (ConnectionError), entering retry loop.", {}), ("AutoBatch: Using batch-size 80 for CUDA:0 23.91G/39.39G (61%)", {}), ('WARNING:root:Handling webdataset error (UnidentifiedImageError("x")). Ignoring.', {}),
          ("WARNING - shards - s3://b/shard-17.tar: ReadTimeoutError on endpoint URL, attempt 3/10", {})), ("exceeded error retry count after 35 attempts",)),
@@ -1027,7 +1030,7 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.NOTE, "CPython Lib/sys.unraisablehook and Lib/atexit.py, 3.8 to 3.14: nobody sees the exception that follows", r"^Exception ignored (?:in|on|while)\b|^Error in atexit\._run_exitfuncs:|^Error in sys\.excepthook:", "",
         (("Exception ignored in: <function Writer.__del__ at 0x7f11>", {"name": "ignored"}), ("Error in atexit._run_exitfuncs:", {"name": "ignored"})), fields={"name": "ignored"}),
     # --- exceptions of Python, of whatever kind; last, so that what is known of them stands above  ---
-    Row(Kind.EXCEPTION, "CPython", r"(?<![\w./])(?!LustreError|LNetError)(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|OutOfMemory)|SystemExit))(?:: (?P<detail>.+)|:?$)", "r",
+    Row(Kind.EXCEPTION, "CPython", r"(?<![\w./])(?!LustreError|LNetError|java\.(?:util|net|io)\.)(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|OutOfMemory)|SystemExit))(?:: (?P<detail>.+)|:?$)", "r",
         (("[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", {"rank": 2, "name": "OutOfMemoryError"}), ("ValueError: bad sample 17", {"name": "ValueError"})),
         ("the words Error handling",), more=_exception),
     Row(Kind.EXCEPTION, "c10/cuda/CUDACachingAllocator.cpp, 1.0 to 2.15, without the exception's name", r"(?P<detail>CUDA out of memory\. .*)", "ut of memory",

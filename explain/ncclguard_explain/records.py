@@ -410,7 +410,7 @@ _STARTS = re.compile(
 #: A record of Python's logging below the level of a warning that holds a line of torch in quotation marks: a test, say.
 _QUOTED = re.compile(r"(?:INFO|DEBUG)\b[^'\"`]*['\"`](?:\[rank\d+\]:)?\s?\[[EWF]")
 #: A line within data that a program prints: in a block indented behind bars or >>>, or in a dictionary of Python.
-_DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$)|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
+_DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$|\d{4}-\d\d-\d\d[T ])|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
 #: What grep prints of sources and documents. A warning of Python's begins alike, with one blank behind the number.
 _GREPPED = re.compile(
     r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|html|tex|ya?ml|ipynb)[:\-]\d+[:\-](?! \S)"

@@ -940,3 +940,46 @@ def test_a_machine_that_is_taken_away(explain_lines: Explain, line: str) -> None
         {"node0.log": [lost], "node1.log": [line, "Received 15 death signal, shutting down workers"]}
     )
     assert (report.culprits, report.decision) == ((), "restart")
+
+
+ASKS_A_SERVER = [
+    "[rank0]: Traceback (most recent call last):",
+    '[rank0]:   File "/x/site-packages/trl/extras/vllm_client.py", line 178, in generate',
+    "[rank0]:     response = self.session.post(",
+    '[rank0]:   File "/x/site-packages/requests/adapters.py", line 682, in send',
+    "[rank0]:     raise ConnectionError(err, request=request)",
+    "[rank0]: requests.exceptions.ConnectionError: ('Connection aborted.', RemoteDisconnected('Remote end closed connection'))",
+    "E0602 14:20:38.801000 20113 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: 1) local_rank: 0 (pid: 20181) of binary: /x/bin/python",
+]
+
+
+def test_a_rank_that_alone_failed_for_want_of_a_server(explain_lines: Explain) -> None:
+    assert explain_lines(ASKS_A_SERVER).culprits == (0,)
+    assert explain_lines(["[rank2]: RuntimeError: Connection closed by peer", *ASKS_A_SERVER]).culprits == ()
+    peer = [line for line in ASKS_A_SERVER if "requests/" not in line and "vllm_client" not in line]
+    assert explain_lines(peer).culprits == (), "no sign of a server"
+
+
+def test_an_exception_of_an_ascend_device_is_of_the_rank_with_its_process(explain_lines: Explain) -> None:
+    lines = [
+        ("[PID: 40311] 2025-07-02-09:21:09.988.140 AICORE_Error(EZ9999): The error from device(chipId:6, dieId:0), serial "
+        "number is 1, there is an exception of fftsplus aivector error, core id is 15"),
+        "[rank6]: [ERROR] 2025-07-02-09:21:10 (PID:40311, Device:6, RankID:6) ERR00100 PTA call acl api failed",
+        ("[rank1]: EI0002: The wait execution of the Notify register times out. Reason: The Notify register has not received "
+        "the Notify record from remote rank"),
+    ]
+    assert explain_lines(lines).culprits == (6,)
+
+
+def test_all_processes_whose_port_failed_are_named(explain_lines: Explain) -> None:
+    joined = "gpu-4{0}:4305{1}:43122 [{1}] NCCL INFO comm 0x5 rank {2} nranks 4 cudaDev {1} busId 1000 commId 0x5 - Init COMPLETE"
+    event = "gpu-48:4305{0}:43122 [0] transport/net_ib.cc:93 NCCL WARN NET/IB : Got async event : port error"
+    lost = "gpu-46:43050:43190 [0] transport/net_ib.cc:1238 NCCL WARN NET/IB : Got completion from peer gpu-48<40122> with error 12, opcode 0, len 0, vendor err 129"
+    ranks = [joined.format(host, local, rank) for rank, (host, local) in enumerate([(6, 0), (6, 1), (8, 0), (8, 1)])]
+    assert explain_lines([*ranks, event.format(0), event.format(1), lost]).culprits == (2, 3)
+
+
+def test_a_column_of_times_in_front_of_a_log_is_no_block_of_data(explain_lines: Explain) -> None:
+    stamped = [f"  | 2024-08-23T22:22:5{rank}.648Z | {timeout(rank, 9107)[0]}" for rank in (0, 1)]
+    report = explain_lines(stamped)
+    assert report.collective is not None and report.collective.seq == 9107

@@ -652,3 +652,13 @@ def test_a_server_of_engines_that_was_interrupted(explain_lines: Explain) -> Non
     shuts = "^C(APIServer pid=4) INFO 11-20 18:05:40 [launcher.py:110] Shutting down FastAPI HTTP server."
     assert not explain_lines([shuts, ends.format(0), ends.format(1)]).incident
     assert explain_lines([ends.format(0), ends.format(1)]).incident
+
+
+def test_a_microbatch_that_composer_finds_by_trying(explain_lines: Explain) -> None:
+    raised = "rank3[208868][MainThread]: INFO: composer.trainer.trainer: Train microbatch size 32 raised: CUDA out of memory. Tried to allocate 5.66 GiB."
+    smaller = "rank0[208865][MainThread]: WARNING: composer.trainer.trainer: CUDA out of memory detected. Train microbatch size will be decreased from 32 -> 16."
+    assert not explain_lines([raised, smaller, "[batch=13/39]:", "[batch=17/39]:"]).incident
+
+
+def test_exceptions_of_a_service_in_java(explain_lines: Explain) -> None:
+    assert not explain_lines(["rank 3 of 4 candidates scored", "java.util.concurrent.TimeoutException: null"]).incident
