@@ -191,7 +191,8 @@ def print_report(report: Report, console: Console) -> None:
     _mentions(tr("Evidence, in time order"), report.evidence, console)
     _mentions(tr("Consequences, not causes"), report.consequences, console)
     for stack in report.stacks[:4]:
-        line(tr("Stack of rank {rank}:", rank="?" if stack.rank is None else stack.rank))
+        untold = tr("Stack of a process whose rank nothing tells:")
+        line(untold if stack.rank is None else tr("Stack of rank {rank}:", rank=stack.rank))
         for frame in stack.frames[-6:]:
             console.print(Text(f"    {frame}"), soft_wrap=True)
     if report.further:
