@@ -107,8 +107,10 @@ def by_clients(evidence: Evidence, world: World) -> Verdict | None:
                 reason = tr("the containers of {ranks} have never started", ranks=ranks_text(ranks))
             return Verdict(tuple(sorted(ranks)), Cause.LOST, "medium", "clients", reason, [*ended, *pods, fact])
         nameless = [note for note in evidence.of(Kind.NOTE, name="no_address") if note.rank is not None]
-        gave_up = {one.rank for one in evidence.of(Kind.RENDEZVOUS, name="connect")}
-        without = {note.rank for note in nameless if note.rank is not None and note.rank in gave_up}
+        connects = evidence.of(Kind.RENDEZVOUS, name="connect")
+        gave_up = {one.rank for one in connects}
+        asked = {(one.rank, one.detail.partition(",")[0]) for one in connects}
+        without = {note.rank for note in nameless if note.rank is not None and (note.rank, note.detail) in asked}
         if without and len(without) == size - came and gave_up == without and fact.rank not in without:
             reason = tr(
                 "{ranks} looked for the store under a name without an address: {name}; the others have met there",

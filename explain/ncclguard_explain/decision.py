@@ -104,6 +104,8 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
             return Decision("restart", tr("a link of the fabric had gone down and is up again"))
         if sure:
             return Decision("fix-environment", tr("the fabric reports errors that torch cannot mend"))
+        if (taken := _taken(evidence, verdict)) is not None:
+            return taken
         return Decision("unknown", tr("a connection broke, and nothing says whether a process or the network ended it"))
     if verdict.rule == "tool: slow":
         return _without(verdict, [], tr("its GPU is slower than the others, and the job was stopped for that"))
@@ -143,9 +145,18 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return Decision(
             "restart", tr("the terminal that had started the job was closed; nothing is wrong with the job")
         )
+    if (taken := _taken(evidence, verdict)) is not None:
+        return taken
     if cause is Cause.LATE:
         return Decision("unknown", tr("the inputs do not tell what the awaited rank did instead; its stack would"))
     return Decision("unknown", tr("the inputs do not tell why a rank was missing"))
+
+
+def _taken(evidence: Evidence, verdict: Verdict) -> Decision | None:
+    """Return the decision for a machine that went away, where no rank is known to have failed; None for none."""
+    if verdict.culprits or not evidence.of(Kind.NOTE, name="taken"):
+        return None
+    return Decision("restart", tr("a machine was switched off or taken away; nothing is wrong with the job"))
 
 
 def _went_on(evidence: Evidence) -> set[int]:

@@ -46,19 +46,29 @@ _PRINTS_DOCUMENT = re.compile(
     r"[+$] *(?:(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)"
 )
 _NEXT_COMMAND = re.compile(r"[+$]+ \S")
-#: What a chat prints above each message: who, and when.
+#: What a chat prints above each message, or before it: who, and when.
 _SPEAKER = re.compile(
-    rb"(?m)^(?:[*_]{1,2})?@?([A-Za-z][\w.\- ]{0,30}?)(?:[*_]{1,2})?(?: {1,4}|, |\t| \xe2\x80\x94 )"
-    rb"\[?(?:(?:[Tt]oday|[Yy]esterday)(?: at)? )?\d{1,2}:\d\d(?: ?[AaPp][Mm])?\]?:?\r?$"
+    rb"(?m)^(?:(?:[*_]{1,2})?@?((?!(?i:.*\b(?:time|elapsed|eta|epoch|step|loss|took|duration)\b))[A-Za-z][A-Za-z.\-]*(?: [A-Za-z.\-]+){0,2})"
+    rb"(?:[*_]{1,2})?(?: {1,4}|, |\t| \xe2\x80\x94 )\[?(?:(?:[Tt]oday|[Yy]esterday)(?: at)? )?"
+    rb"([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\]?:?\r?$"
+    rb"|\[([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\] (?!INFO|WARN|ERROR|DEBUG)@?([A-Za-z][A-Za-z.\- ]{1,30}): )"
 )
-_SPEAKER_BEHIND = re.compile(
-    rb"(?m)^\[\d{1,2}:\d\d(?: ?[AaPp][Mm])?\] (?!INFO|WARN|ERROR|DEBUG)@?([A-Za-z][A-Za-z.\- ]{1,30}): "
+#: The title of a page that quotes what one may see, and any heading.
+_TITLE = re.compile(
+    rb"\s*(?:---\n(?:[\w\-]+:.*\n)+---\s+)?(?:#{1,3} |(?=[^\n]{3,80}\n[=\-]{3,}\s*\n))(?:[A-Za-z]+ ){0,3}?"
+    rb"(?i:troubleshooting|FAQ|frequently asked questions|runbook|playbook|known (?:issues|errors)|release notes|changelog|"
+    rb"common (?:errors|problems))(?!\S)(?:[A-Za-z ,&()/\-]|v?\d{1,2}\b(?!-)){0,60}\n"
 )
-#: The title of a page that quotes what one may see.
-_PAGE_OF_ERRORS = re.compile(
-    rb"\s*(?:---\n(?:[\w\-]+:.*\n)+---\s+)?(?:#{1,3} [^\n]{0,60}|(?=[^\n]{3,80}\n[=\-]{3,}\s*\n)[^\n]{0,60})"
-    rb"\b(?i:troubleshooting|FAQ|frequently asked|runbook|playbook|known (?:issues|errors)|release notes|changelog|common (?:errors|problems))\b"
+_HEADINGS = re.compile(rb"(?m)^#{1,4} \S|^[=\-]{3,}\s*$")
+#: What launchers and programs print, and pages and people do not.
+_LAUNCHES = re.compile(
+    rb"\bsrun: |slurmstepd: |mpirun noticed|elastic/(?:agent|multiprocessing)|\.ChildFailedError|\btorchrun --|"
+    rb"exits with return code"
 )
+_PRINTS = re.compile(_LAUNCHES.pattern + rb"|Traceback \(most recent call last\)")
+#: unittest: the head of a test, and the end of a run in which all have passed.
+_TEST = re.compile(rb"(?m)^test\w* \([\w.]+\) \.\.\. ")
+_PASSED = re.compile(rb"\nRan \d+ tests? in [\d.]+s\r?\n\s*OK(?: \((?:skipped|expected failures)=[^)\n]*\))?\s*\Z")
 #: Several copies of one server, of which the log is: each counts its processes from 0 on.
 _REPLICAS = re.compile(
     r"\bkubectl .*\blogs\b.* (?:-l|--selector|--all-pods|deploy(?:ment)?s?/)|\b(?i:replicas?[=: ]+|--replicas[= ])(?:[2-9]|\d\d)\b|"
@@ -192,11 +202,32 @@ class World:
 
 
 def _is_conversation(data: bytes) -> bool:
-    """Return whether people speak, a few lines each, and not a program."""
-    speakers = _SPEAKER.findall(data)
-    if b"\n> " in data or b"`" in data:
-        speakers += _SPEAKER_BEHIND.findall(data)
-    return len(speakers) > 3 and len(set(speakers)) < len(speakers) and data.count(b"\n") < 10 * len(speakers)
+    """Return whether people speak, quote and say what they think, a few lines each, and no program or launcher does."""
+    said = [
+        (found[1] or found[6], int(found[2] or found[4]), int(found[3] or found[5]))
+        for found in _SPEAKER.finditer(data)
+    ]
+    names = {name for name, _, _ in said}
+    times = [(hour + 12 * (hour < said[0][1]), minute) for _, hour, minute in said]  # it may become one o'clock
+    return (
+        len(said) > 3
+        and 1 < len(names) < len(said)
+        and times == sorted(times)
+        and data.count(b"\n") < 10 * len(said)
+        and (b"\n> " in data or b"`" in data)
+        and _PRINTS.search(data) is None
+    )
+
+
+def _is_page(data: bytes) -> bool:
+    """Return whether a page with headings explains errors, and no program or launcher prints any."""
+    return _TITLE.match(data) is not None and len(_HEADINGS.findall(data)) > 1 and _PRINTS.search(data) is None
+
+
+def _are_tests(data: bytes) -> bool:
+    """Return whether unittest runs tests from the beginning on, all of which pass, and nobody else prints."""
+    passed = _PASSED.search(data) is not None and _TEST.search(data[:1000]) is not None
+    return passed and b"FAILED (" not in data and _LAUNCHES.search(data) is None
 
 
 def read_record(record: Record) -> Iterator[Fact]:
@@ -296,17 +327,17 @@ class Collector:
             if source.name.endswith(".py"):
                 self._quoted[source.index] = sys.maxsize
                 self.evidence.notes.append(tr("{name}: a program, and no log", name=source.name))
-            if _PAGE_OF_ERRORS.match(data):
-                self._quoted[source.index] = sys.maxsize
-                self.evidence.notes.append(tr("{name}: a document about errors, and no log", name=source.name))
-            if _is_conversation(data):
-                self._quoted[source.index] = sys.maxsize
-                self.evidence.notes.append(
-                    tr(
-                        "{name}: a conversation, in which messages are quoted: give the log that it is about",
-                        name=source.name,
-                    )
-                )
+            for is_kind, text in (
+                (_is_page, tr("{name}: a page about errors, and no log", name=source.name)),
+                (
+                    _is_conversation,
+                    tr("{name}: people quote messages in it: give the log that they speak of", name=source.name),
+                ),
+                (_are_tests, tr("{name}: tests, which have passed", name=source.name)),
+            ):
+                if is_kind(data):
+                    self._quoted[source.index] = sys.maxsize
+                    self.evidence.notes.append(text)
             if data and _LIST.fullmatch(data) and b"\n" in data.strip():
                 self._quoted[source.index] = sys.maxsize
         self._signs.read(source.index, data)
@@ -729,15 +760,9 @@ def _mark_ended_well(evidence: Evidence) -> None:
     about the others.
     """
     accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB]
-    ran = {(fact.source, fact.line) for fact in evidence.of(Kind.PHASE, name="tests ran")}
-    passed = [
-        fact
-        for fact in evidence.of(Kind.PHASE, name="tests passed")
-        if any((fact.source, fact.line - back) in ran for back in (1, 2))
-    ]
     ends = {
         fact.source: fact.line
-        for fact in evidence.of(Kind.PHASE, Kind.PROGRESS, name="succeeded") + passed
+        for fact in evidence.of(Kind.PHASE, Kind.PROGRESS, name="succeeded")
         if fact.after_symptom and (
             (job := _JOB_OF_TABLE.match(fact.detail)) is None  # a table may have other jobs too
             or any(re.search(rf"\b{job[1]}\b", one.text) for one in accusing if one.kind is Kind.SCHEDULER)
@@ -911,6 +936,10 @@ def _mark_moving(evidence: Evidence) -> None:
 _OF_AN_END = frozenset({Kind.WORKER_DIED, Kind.ENGINE_END, Kind.ENGINE_WAIT})
 
 
+#: vLLM's log of its load (vllm/v1/metrics/loggers.py), and that of an engine without any.
+_REQUESTS, _IDLE = "Running: ", "Running: 0 reqs, Waiting: 0 reqs"
+
+
 def _mark_shut_down(evidence: Evidence) -> None:
     """Count as survived what an engine's processes say of each other behind its end in order, if nothing was before."""
     ends: dict[int, int] = {}
@@ -918,8 +947,13 @@ def _mark_shut_down(evidence: Evidence) -> None:
         ends.setdefault(note.source, note.line)
     accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.TEARDOWN}]
     if all("Parent process exited" in fact.text for fact in accusing):  # a server has been told to end, and says so
-        for note in evidence.of(Kind.NOTE, name="server_down"):
-            ends.setdefault(note.source, note.line)
+        idle = {
+            fact.source: _IDLE in fact.text for fact in evidence.of(Kind.ALIVE, name="serve") if _REQUESTS in fact.text
+        }
+        for note in evidence.of(Kind.NOTE, name="server_down") + evidence.of(Kind.NOTE, name="http_down"):
+            asked = idle.get(note.source) or note.text.startswith("^C")
+            if note.name == "server_down" or asked:  # one that hangs is shut down as well
+                ends[note.source] = min(note.line, ends.get(note.source, note.line))
     if all(fact.kind in _OF_AN_END and fact.line > ends.get(fact.source, fact.line) for fact in accusing):
         for fact in accusing:
             fact.kind = Kind.RETRIED

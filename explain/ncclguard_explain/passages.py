@@ -865,8 +865,6 @@ _PHASES: tuple[tuple[str, str], ...] = (
     ("evaluate", r"Running (?:Evaluation|Prediction|Validation)|[Vv]alidat(?:ion|ing)|[Ee]valuat(?:ion|ing)|evaluation_loop|eval_step|_validate\b"),
     ("generate", r"\bgenerate\b|generation/utils|[Gg]enerating (?:samples|responses|completions|video|image)|rollout"),
     ("load", r"[Ll]oading (?:checkpoint shards|model|weights)|from_pretrained"),
-    ("tests ran", r"^Ran \d+ tests? in [\d.]+s$"),  # unittest
-    ("tests passed", r"^OK(?: \((?:skipped|expected failures)=[^)]*\))?$"),
     ("succeeded", (r"\bexit_code=0\b|^exit=0$|^(?:SUCC \S+ -- )?Job '[^']+' succeeded|worker group successfully finished|Job completed successfully|# Out of bounds values : 0 OK|"
      r"^\s*--- PASS: \S+ \([\d.]+s\)|^=+ (?!.*\b(?:failed|errors?)\b)\d+ passed\b.* in [\d.]+s|^(?:\+ )?(?:exit code: 0|exit 0)$|, exit 0$|"
      r"^\d+(?:\s+|\|)(?:[\w.\-]+(?:\s+|\|)){0,5}COMPLETED(?:\s+|\|)0:0\b|"  # sacct

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -31,7 +31,7 @@ _OWN_RANK = re.compile(
     r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\bRank (?=\d+: Completed store-based barrier)|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 # In front of a program's own lines; in lower case it is vLLM's, of a group.
-_OF_ALL = re.compile(r"\[(?:RANK|Rank) (\d{1,6})/\d{1,6}\]")
+_OF_ALL = re.compile(r"\[(?:RANK|Rank) (\d{1,6})/(\d{1,6})\] ")
 _LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
 # The environment of one rank, as a container's entry point prints it.
 _ENVIRONMENT = re.compile(r"(?:^(?=.*\bWORLD_SIZE=).*(?<![A-Z_])RANK=(\d{1,6})\b|^(?:export )?RANK[=:] ?(\d{1,6})\s*$)")
@@ -44,7 +44,7 @@ _NEXT_COMMAND = re.compile(r"[$#+>] |={3,}|-{3}|[\w.\-]+@\S+ ?.*[$#] |.*\bkubect
 _LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a row of `kubectl get pods`
 # "gpu-17: ranks 8-15", as launchers and people write it; "NODE_RANK: 2" in `kubectl describe` of a pod
 _RANGES = re.compile(
-    r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:(?i:node[_ ]rank)[ =:]+\d+,? (?:-> )?)?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
+    r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:(?i:node[_ ]rank)[ =:]+(?P<node>\d+),? (?:-> )?)?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
 )
 _LISTED_ON = re.compile(
     r"(?<![\w.\-])([A-Za-z][\w.\-]*\d\w*)(?:: | ?[=\-]> )(?:global )?ranks (\d{1,6}(?:, ?\d{1,6})+)\b"
@@ -135,6 +135,12 @@ OF_A_HOST = frozenset(
 )
 
 
+def _are_local(found: re.Match[str]) -> bool:
+    """Return whether a node's ranks are counted from its own first one."""
+    first, last = int(found[3]), int(found[4])
+    return found["node"] is not None and first != int(found["node"]) * (last - first + 1)
+
+
 def _prove(known: dict[Key, int], key: Key, rank: int) -> None:
     if len(known) < MOST or key in known:
         known[key] = rank if known.get(key, rank) == rank else NOBODY
@@ -171,6 +177,7 @@ class RankMap:
     _nodes: dict[str, int] = field(default_factory=dict)  # scope -> node, of DeepSpeed's launcher
     _of_host: set[str] = field(default_factory=set)  # those of these scopes that are hosts of which a line tells it
     _started: list[dict[int, int]] = field(default_factory=list)  # pid -> its number, of each list of an input
+    _headed: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # pod -> rank and size before its lines
     _spans: dict[str, range] = field(default_factory=dict)  # host -> its ranks, as a line tells them last
     _gpus_of: dict[str, set[int]] = field(default_factory=dict)  # pod -> what its containers may use at most
     _worlds_of_pods: set[int] = field(default_factory=set)  # WORLD_SIZE in their descriptions
@@ -263,7 +270,8 @@ class RankMap:
         if "ank" in text or "spawned" in text or "RANK" in text or "Rendezvous" in text:
             self._of_nodes(text, prefix, scope, following)
         if ("ranks " in text or ".." in text) and not _TROUBLE.search(text):
-            spans = _RANGES.findall(text) + [(host, low, high) for low, high, host in _RANGES_ON.findall(text)]
+            spans = [(one[1], one[3], one[4]) for one in _RANGES.finditer(text) if not _are_local(one)]
+            spans += [(host, low, high) for low, high, host in _RANGES_ON.findall(text)]
             if row := _TABLE.match(text):
                 spans += [(name, row[3], row[4]) for name in row.groups()[:2] if name]
             for host, listed in _LISTED_ON.findall(text):
@@ -317,7 +325,9 @@ class RankMap:
     def _of_log(self, pod: str, rows: Sequence[str]) -> None:
         """Note the ranks that speak in a pod's log, which `kubectl logs` prints up to the next command or heading."""
         for row in itertools.takewhile(lambda row: _NEXT_COMMAND.match(row) is None, rows):
-            own, told = split_prefix(row), _OWN_RANK.search(row) or _OF_ALL.search(row)
+            own, told = split_prefix(row), _OWN_RANK.search(row)
+            if headed := _OF_ALL.match(own.text):
+                self._headed.setdefault(pod, set()).add((int(headed[1]), int(headed[2])))
             if own.rank is not None and own.basis == "prefix":
                 self.hosts.setdefault(pod, set()).add(own.rank)
             elif told is not None and not _TROUBLE.search(row):
@@ -507,6 +517,8 @@ class RankMap:
                 found.processes.setdefault(("", fact.pid), fact.rank)
             if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.host and fact.local_rank is not None:
                 _prove(found.first, fact.host, fact.rank - fact.local_rank)
+        for pod, rank in self._of_headed_pods(stated_world):
+            found.hosts.setdefault(pod, set()).add(rank)
         for name, ranks in found.environments.items():
             if not name.startswith("#"):
                 found.hosts.setdefault(name, set()).update(ranks)
@@ -518,6 +530,16 @@ class RankMap:
             for name in [*([folder] if folder else []), *_ADDRESS.findall(file)]:
                 _prove(found.first, name, of_input)
         return found
+
+    def _of_headed_pods(self, stated_world: int | None) -> Iterator[tuple[str, int]]:
+        """Yield the rank of each of several pods whose lines begin with one of their own, of one number of ranks."""
+        told = {pod: next(iter(headed)) for pod, headed in self._headed.items() if len(headed) == 1}
+        sizes = {size for headed in self._headed.values() for _, size in headed} | (
+            {stated_world} if stated_world else set()
+        )
+        ranks = {rank for rank, _ in told.values()}
+        if len(told) > 1 and len(sizes) == 1 and len(ranks) == len(told) and max(ranks) < min(sizes):
+            yield from ((pod, rank) for pod, (rank, _) in told.items())
 
     def _have_one_gpu(self, spoken: set[int], stated_world: int | None) -> bool:
         """Return whether the pods that are described have one GPU each, and so one rank, and are of this job."""

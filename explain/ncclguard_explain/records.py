@@ -411,13 +411,13 @@ _STARTS = re.compile(
 _QUOTED = re.compile(r"(?:INFO|DEBUG)\b[^'\"`]*['\"`](?:\[rank\d+\]:)?\s?\[[EWF]")
 #: A line within data that a program prints: in a block indented behind bars or >>>, or in a dictionary of Python.
 _DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$|\d{4}-\d\d-\d\d[T ])|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
-#: What grep prints of sources and documents. A warning of Python's begins alike, with one blank behind the number.
-_GREPPED = re.compile(
-    r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|html|tex|ya?ml|ipynb)[:\-]\d+[:\-](?! \S)"
-)
+#: What a search prints of sources and documents, and the command: a formatter of logs may begin its lines alike.
+_FOUND = re.compile(r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|tex|ipynb)[:\-]\d+[:\-]")
+_SEARCHES = re.compile(rb"(?m)^[^\n]{0,80}?[$#%>] (?:git )?(?:[ef]?grep|rg|ag|ack)\b")
 #: What a model was given or has written, as trainers, evaluations and servers print it.
 _OF_A_MODEL = re.compile(
-    r"[\w #.\-\[\]{'\"]{0,40}?\b(?i:prompt|completion|question|answer|instruction|generation|generated[ _]text)(?: ?#?\d+)?['\"]? ?[:=] ?\S"
+    r"(?:\{?['\"]|\[\w+\] )?(?:(?:step|sample|example|case|item|row|request) ?#?\d* )?"
+    r"(?i:prompt|completion|question|answer|instruction|generated[ _]text)(?: ?#?\d+)?['\"]? ?[:=](?![^\n]*\"error\"| ?(?:\w+ )?(?:failed|raised|died)\b| ?(?:srun|slurmstepd): )"
 )
 #: A row of a table of Markdown, and the line below its head: what stands in one is quoted.
 _CELLS = re.compile(r"\s*\|.*\|\s*$")
@@ -813,7 +813,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"ncclguard incident ", b'"culprits"', b"went on without", "的情况下继续训练".encode(), b"and training goes on", "训练继续".encode(),
     # engines, Ray, JAX, Ascend, Horovod, watchers; most of theirs are found by the words above
     b"roadcast block", b"ang detected", b"died unexpectedly", b"DeepEP ", b"mesh comm", b"RolloutStall", b"RDT stall",
-    b"EngineCore encountered", b"text_generation_launcher: Shard", b"being preempted", b"The system will ", b"The system is going ", b"nterruption notice", b"Shutting down", b"(engine dead)", b"SIGQUIT received", b"received sigquit", b"eceived sigquit", b"scheduler is dead", b"scheduler died", b"crashed with exit", b"MPI_ABORT", b"Assertion failed: ", b"cannot be retrieved",
+    b"EngineCore encountered", b"text_generation_launcher: Shard", b"being preempted", b"The system will ", b"The system is going ", b"Shutting down", b"(engine dead)", b"SIGQUIT received", b"received sigquit", b"eceived sigquit", b"scheduler is dead", b"scheduler died", b"crashed with exit", b"MPI_ABORT", b"Assertion failed: ", b"cannot be retrieved",
     b"propagating hard-kill", b"is unbalanced", b"placement group", b"Insufficient space", b"Weight update group", b"Unable to create ah",
     b"setup connections", b"transport: IBGDA", b"CCL_ERROR", b"An error CQE", b"EI0011:", b"EI0013:", b"EI0019:", b"become healthy", b"is not ready after",
     b"rollout replicas", b"tried to connect", b"coordination service", b"stopped sending", b"may be stuck",
@@ -1139,12 +1139,14 @@ class Scanner:
             return end, []
         if _QUOTED.match(line.text) or (_DATA.match(line.text) and _GROUP not in buffer):
             return end, []
-        if any(map(_GREPPED.match, lines[first : last + 1])) or any(
-            map(_OF_A_MODEL.match, (line.text, message_of(line.text)))
-        ):
+        if any(map(_FOUND.match, lines[first : last + 1])) and _SEARCHES.search(buffer[max(0, start - 8192) : end]):
             return end, []
         records = []
-        for index, piece in enumerate(pieces(line.text)):
+        parts = pieces(line.text)
+        of_a_model = _OF_A_MODEL.match(message_of(parts[0]))
+        if of_a_model and (parts[0].count('"') % 2 or parts[0].rstrip().endswith((":", "="))):
+            return end, []  # the text goes on in what looks like a record
+        for index, piece in enumerate(parts[bool(of_a_model) :], bool(of_a_model)):
             own = split_prefix(piece) if index or piece is not line.text else line
             if own is not line:  # a record behind another one on a line has its prefixes, where it has none of its own
                 untold = own.rank is None and (index == 0 or not piece.startswith("["))

@@ -906,8 +906,11 @@ def test_who_looks_for_the_store_under_a_wrong_name(
 
 @pytest.mark.parametrize("between", ["", "NODE_RANK=3 ", "node rank 3, "])
 def test_the_ranks_of_a_node_that_failed(explain_lines: Explain, between: str) -> None:
-    lines = [f"gpu-a0{node}: {between}ranks {8 * node}-{8 * node + 7}" for node in range(4)]
+    lines = [f"gpu-a0{node}: {between.replace('3', str(node))}ranks {8 * node}-{8 * node + 7}" for node in range(4)]
     assert explain_lines([*lines, "srun: error: Node failure on gpu-a03"]).culprits == tuple(range(24, 32))
+    if "3" in between:
+        local = [f"gpu-a0{node}: NODE_RANK={node} ranks 0-7" for node in range(4)]
+        assert explain_lines([*local, "srun: error: Node failure on gpu-a03"]).culprits == (), "each counts its own"
 
 
 def test_the_rank_that_a_pods_own_lines_have_in_front(explain_lines: Explain) -> None:
@@ -920,8 +923,13 @@ def test_the_rank_that_a_pods_own_lines_have_in_front(explain_lines: Explain) ->
         "$ kubectl describe pod bert-worker-2",
     ]
     assert explain_lines(lines).culprits == (3,)
-    lines.insert(3, "2025-08-05 12:40:11 [RANK 4/5] step 5210 loss 2.2")
-    assert explain_lines(lines).culprits != (3,), "two ranks in the pod"
+    for row in (
+        "2025-08-05 12:40:11 [RANK 4/5] step 5210 loss 2.2",  # a second rank in the pod
+        "2025-08-05 12:40:11 [RANK 0/2] of a group",
+        "$ kubectl logs bert-worker-1\n[RANK 3/5] step 5210",  # another pod with the same one
+        "$ kubectl logs bert-worker-1\n[RANK 5/5] step 5210",  # counted from 1 on
+    ):
+        assert explain_lines([*lines[:3], *row.split("\n"), *lines[3:]]).culprits == (), row
 
 
 def test_memory_that_was_mapped_and_is_gone_is_no_fault_of_the_program(explain_lines: Explain) -> None:
@@ -962,11 +970,15 @@ def test_a_rank_that_alone_failed_for_want_of_a_server(explain_lines: Explain) -
 
 def test_an_exception_of_an_ascend_device_is_of_the_rank_with_its_process(explain_lines: Explain) -> None:
     lines = [
-        ("[PID: 40311] 2025-07-02-09:21:09.988.140 AICORE_Error(EZ9999): The error from device(chipId:6, dieId:0), serial "
-        "number is 1, there is an exception of fftsplus aivector error, core id is 15"),
+        (
+            "[PID: 40311] 2025-07-02-09:21:09.988.140 AICORE_Error(EZ9999): The error from device(chipId:6, dieId:0), serial "
+            "number is 1, there is an exception of fftsplus aivector error, core id is 15"
+        ),
         "[rank6]: [ERROR] 2025-07-02-09:21:10 (PID:40311, Device:6, RankID:6) ERR00100 PTA call acl api failed",
-        ("[rank1]: EI0002: The wait execution of the Notify register times out. Reason: The Notify register has not received "
-        "the Notify record from remote rank"),
+        (
+            "[rank1]: EI0002: The wait execution of the Notify register times out. Reason: The Notify register has not received "
+            "the Notify record from remote rank"
+        ),
     ]
     assert explain_lines(lines).culprits == (6,)
 

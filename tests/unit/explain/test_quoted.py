@@ -16,46 +16,90 @@ XID = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off
 MEMORY = "[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
+HEADED = "[rank3]:[E303 11:20:41.3 ProcessGroupNCCL.cpp:633] "
+
+
 @pytest.mark.parametrize(
-    "place", ["torch/csrc/c10d/ProcessGroupNCCL.cpp:812:    // ", "docs/gpu.md:14:", "test_c10d.py-31-    # "]
+    "place", ["torch/ProcessGroupNCCL.cpp:812:    // ", "docs/gpu.md:14:", "test_c10d.py-31-    # "]
 )
 @pytest.mark.parametrize("line", [LATE, XID, MEMORY])
 def test_a_search_in_sources_is_no_incident(explain_lines: Explain, place: str, line: str) -> None:
     assert not explain_lines(["$ grep -rn Watchdog .", place + line, "docs/a.rst:3:" + line]).incident
-    assert explain_lines([f"train.log:14:{line}"]).incident, "a search in a log"
-    assert explain_lines([f"/opt/x/train.py:14: UserWarning: {line}"]).incident, "a warning of Python's"
+    assert explain_lines(["$ grep -n Watchdog train.log", f"train.log:14:{line}"]).incident, "a search in a log"
+    assert explain_lines([f"/opt/x/train.py:14:{line}"]).incident, "a formatter of logs"
 
 
 @pytest.mark.parametrize(
-    "title", ["# Troubleshooting", "---\ntitle: x\n---\n\n## FAQ of the cluster", "Known issues\n============"]
+    "title", ["# Troubleshooting hangs (wiki, v7)", "---\ntitle: x\n---\n\n## FAQ", "Known issues\n============"]
 )
 def test_a_page_on_errors_is_no_incident(explain_lines: Explain, title: str) -> None:
-    page = [*title.split("\n"), "", "You may see", "", f"    {LATE}", "", f"    {XID}", ""]
+    page = [*title.split("\n"), "", "You may see", "", f"    {LATE}", "", "# Hardware", "", f"    {XID}", ""]
     report = explain_lines(page)
-    assert not report.incident and "a document about errors, and no log" in report.notes[0]
-    assert explain_lines(["# Run of Tuesday", *page[-6:]]).incident
+    assert not report.incident and "a page about errors, and no log" in report.notes[0]
+    for other in (
+        "# Run of Tuesday",
+        "# Troubleshooting a hang in job 8812",
+        "# Incident (none of the known issues: new)",
+    ):
+        assert explain_lines([other, *page[-8:]]).incident, other
+    assert explain_lines([*page, "srun: error: gpu-03: task 5: Killed"]).incident, "a launcher speaks in it"
 
 
-@pytest.mark.parametrize("head", ["{}  10:0{}", "**{}** 14:0{}", "{} — Today at 9:0{} AM", "@{}, 10:0{}"])
+@pytest.mark.parametrize(
+    "head", ["{}  10:0{}", "**{}** 14:0{}", "{} — Today at 9:0{} AM", "@{}, 10:0{}", "[12:0{1}] {0}: well"]
+)
 def test_a_conversation_is_no_log(explain_lines: Explain, head: str) -> None:
     said = ["what do we say of", f"> {LATE}", "that rank waits", f"> {XID}", "and a GPU that is lost"]
     talk = [line for at, text in enumerate(said) for line in (head.format("ann" if at % 2 else "Bob K", at), text, "")]
     report = explain_lines(talk)
-    assert not report.incident and "give the log that it is about" in report.notes[0]
+    assert not report.incident and "give the log that they speak of" in report.notes[0]
+    assert explain_lines([*talk, "Traceback (most recent call last):", MEMORY]).incident, "a program's output"
     assert explain_lines([*talk[:6], *[f"[rank1]: step {n}" for n in range(60)], LATE]).incident, "mostly a log"
+
+
+@pytest.mark.parametrize("row", ["Validation time 01:1{}", "epoch loss time 00:4{}", "gpu-01  10:0{}"])
+def test_times_in_a_log_are_no_conversation(explain_lines: Explain, row: str) -> None:
+    assert explain_lines(
+        [line for n in range(5) for line in (row.format(n), f"step {n} `x`", "> ok")] + [MEMORY]
+    ).incident
 
 
 @pytest.mark.parametrize(
     "name", ["prompt", "completion 12", "sample 13 answer", '{"question"', "[eval] Generated text"]
 )
 def test_what_a_model_was_given_or_wrote_is_no_incident(explain_lines: Explain, name: str) -> None:
-    lines = ["[rank0]: step 1 loss 2.5", f"{name}: My job died with {MEMORY}", f"[rank0]: {name}: {XID}"]
+    lines = [
+        "[rank0]: step 1 loss 2.5",
+        f'{name}: "My job died with {MEMORY}',
+        f"[rank0]: {name}: {XID}",
+        f"{name}: {HEADED}x",
+    ]
     assert not explain_lines(lines).incident
     assert explain_lines([*lines, MEMORY]).culprits == (2,)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[rank2]: Error during generation: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "Failed to process prompt: RuntimeError: CUDA error: device-side assert triggered",
+        "[rank2]: prompt 17: generation failed: torch.OutOfMemoryError: CUDA out of memory.",
+        '{"prompt": "hello", "status": "error", "error": "torch.OutOfMemoryError: CUDA out of memory."}',
+        f"[eval] answer: 4{LATE}",
+        "answer: srun: error: gpu-03: task 5: Out Of Memory",
+    ],
+)
+def test_an_error_beside_a_models_text_stays_one(explain_lines: Explain, line: str) -> None:
+    assert explain_lines(["step 1 loss 2.5", line]).incident
+
+
+TEST = "test_timeout (__main__.Errors) ... "
+
+
 @pytest.mark.parametrize("end, calm", [("OK", True), ("OK (skipped=1)", True), ("FAILED (failures=1)", False)])
 def test_tests_that_fail_a_job_on_purpose(explain_lines: Explain, end: str, calm: bool) -> None:
-    lines = ["test_timeout (__main__.Errors) ... ", LATE, "ok", "-" * 70, "Ran 4 tests in 128.114s", "", end]
+    lines = [TEST, LATE, "ok", "-" * 70, "Ran 4 tests in 128.114s", "", end]
     assert explain_lines(lines).incident is not calm
     assert explain_lines([LATE, "OK"]).incident, "no count of tests"
+    assert explain_lines(["srun: error: gpu-03: task 3: Segmentation fault", *lines]).incident, "a launcher's word"
+    assert explain_lines([*[f"step {n} loss 2.0 of a job before them" for n in range(60)], LATE, *lines]).incident

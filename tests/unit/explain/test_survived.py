@@ -649,9 +649,13 @@ def test_a_requeue_that_the_job_asked_for_is_over_once_it_steps_again(explain_li
 
 def test_a_server_of_engines_that_was_interrupted(explain_lines: Explain) -> None:
     ends = "(Worker_TP{0} pid=46{0}) INFO 11-20 18:05:40 [multiproc_executor.py:558] Parent process exited, terminating worker"
-    shuts = "^C(APIServer pid=4) INFO 11-20 18:05:40 [launcher.py:110] Shutting down FastAPI HTTP server."
-    assert not explain_lines([shuts, ends.format(0), ends.format(1)]).incident
-    assert explain_lines([ends.format(0), ends.format(1)]).incident
+    shuts = "(APIServer pid=4) INFO 11-20 18:05:40 [launcher.py:110] Shutting down FastAPI HTTP server."
+    load = "INFO 11-20 18:00:12 [loggers.py:127] Engine 000: Avg generation throughput: 12.2 tokens/s, Running: {} reqs, Waiting: 0 reqs"
+    after = [shuts, ends.format(0), ends.format(1)]
+    assert not explain_lines([load.format(0), *after]).incident
+    assert explain_lines([load.format(3), *after]).incident, "it may have hung"
+    assert not explain_lines([load.format(3), f"^C{shuts[21:]}", *after[1:]]).incident
+    assert explain_lines(after).incident
 
 
 def test_a_microbatch_that_composer_finds_by_trying(explain_lines: Explain) -> None:
