@@ -59,6 +59,8 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
     name, sure = finding.name, finding.confidence != "low"
     if finding.action == "restart-without":
         return _without(verdict, finding.facts, finding.reason)
+    if any(fact.name == "host_gone" for fact in verdict.facts):
+        return _without(verdict, [], tr("the host of these ranks is gone"))
     if verdict.rule == "ncclguard incident" and any(
         incident_text.FROM_OUTSIDE.search(fact.text) for fact in verdict.facts
     ):

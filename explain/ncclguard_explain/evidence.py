@@ -43,9 +43,9 @@ _OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC, Kind.KERNEL_OOM])
 _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
 #: A shell (`set -x`, a session) prints a document or what others have written of their changes, up to its next command.
 _PRINTS_DOCUMENT = re.compile(
-    r"[+$] *(?:(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)"
+    r"(?:[^\n$+]{0,60} )?[+$] *(?:(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)"
 )
-_NEXT_COMMAND = re.compile(r"[+$]+ \S")
+_NEXT_COMMAND = re.compile(r"(?:[^\n$+]{0,60} )?[+$]+ \S")
 #: What a chat prints above each message, or before it: who, and when.
 _SPEAKER = re.compile(
     rb"(?m)^(?:(?:[*_]{1,2})?@?((?!(?i:.*\b(?:time|elapsed|eta|epoch|step|loss|took|duration)\b))[A-Za-z][A-Za-z.\-]*(?: [A-Za-z.\-]+){0,2})"
@@ -499,7 +499,7 @@ class Collector:
                 setattr(known, name, getattr(known, name) or getattr(fact, name))
             if known.group is None:
                 known.group = fact.group
-            if fact.kind is Kind.ALIVE or fact.name in ("committed", "resumed", *_PASSING.get(fact.kind, ())):
+            if fact.kind is Kind.ALIVE or fact.name in ("committed", "resumed", "load", *_PASSING.get(fact.kind, ())):
                 known.line = fact.line  # what came after what is asked of the last one
             return
         if len(evidence.facts) >= MAX_FACTS and fact.kind not in _ALWAYS:
@@ -936,26 +936,22 @@ def _mark_moving(evidence: Evidence) -> None:
 _OF_AN_END = frozenset({Kind.WORKER_DIED, Kind.ENGINE_END, Kind.ENGINE_WAIT})
 
 
-#: vLLM's log of its load (vllm/v1/metrics/loggers.py), and that of an engine without any.
-_REQUESTS, _IDLE = "Running: ", "Running: 0 reqs, Waiting: 0 reqs"
-
-
 def _mark_shut_down(evidence: Evidence) -> None:
     """Count as survived what an engine's processes say of each other behind its end in order, if nothing was before."""
     ends: dict[int, int] = {}
     for note in evidence.of(Kind.NOTE, name="shut_down"):
         ends.setdefault(note.source, note.line)
-    accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.TEARDOWN}]
+    accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.TEARDOWN, Kind.STORE_LOST}]
     if all("Parent process exited" in fact.text for fact in accusing):  # a server has been told to end, and says so
-        idle = {
-            fact.source: _IDLE in fact.text for fact in evidence.of(Kind.ALIVE, name="serve") if _REQUESTS in fact.text
-        }
+        idle = {note.source: note.number == 0 for note in evidence.of(Kind.NOTE, name="load")}
         for note in evidence.of(Kind.NOTE, name="server_down") + evidence.of(Kind.NOTE, name="http_down"):
             asked = idle.get(note.source) or note.text.startswith("^C")
             if note.name == "server_down" or asked:  # one that hangs is shut down as well
                 ends[note.source] = min(note.line, ends.get(note.source, note.line))
     if all(fact.kind in _OF_AN_END and fact.line > ends.get(fact.source, fact.line) for fact in accusing):
         for fact in accusing:
+            fact.kind = Kind.RETRIED
+        for fact in evidence.of(Kind.STORE_LOST) if accusing else []:
             fact.kind = Kind.RETRIED
 
 

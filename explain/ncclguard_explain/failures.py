@@ -55,7 +55,7 @@ _DEADLY = {-9: "SIGKILL", -11: "SIGSEGV", -7: "SIGBUS", -4: "SIGILL", -8: "SIGFP
 #: The waits of engines at whose limit they end the process, and some of them its peers.
 _ENDS_ITSELF = frozenset(["monitor", "hang", "scheduler", "xla_limit"])
 _STICKY = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch", "out of memory",
-           "Memory access fault", "fault from GPU", "aicore exception", "aivector error")  # fmt: skip
+           "Memory access fault", "fault from GPU", "aicore exception", "aivector error", "aivec error")  # fmt: skip
 _OF_DEVICE = re.compile(r"(?:CUDA|HIP) error: |AcceleratorError|hipError|cudaError")
 _OF_A_CALL = ("invalid resource handle", "invalid device ordinal")
 #: Frames of a rank that waits for its device, and so perhaps for a collective that it has issued.

@@ -831,6 +831,8 @@ _RAISED_AT = re.compile(r"[\w.]*(?:Error|Exception)\b: ")  # the message of an e
 _SERVES = re.compile(
     r"\"POST /\S* HTTP/\d[\d.]*\" 200|Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s|Decode batch.*gen throughput \(token/s\): (?!0\.0+,)"
 )
+#: Requests that an engine works at and that wait for it (vLLM vllm/v1/metrics/loggers.py).
+_LOAD = re.compile(r"\bRunning: (\d+) reqs, Waiting: (\d+) reqs\b")
 #: A note beside stacks on when they were taken.
 _STACKS_AT = re.compile(
     r"(?i)\b(?:stack(?: ?trace)?s?|dumps?|dumped|py-?spy|pystack)\b[^.;\d]{0,40}?(?<![\d:])(\d{1,2}:\d\d(?::\d\d)?)\b"
@@ -847,7 +849,7 @@ _NODES = re.compile(
     re.IGNORECASE,
 )
 _LOCAL_SIZE = re.compile(
-    r"(?<![A-Za-z])(?:n_|num_)?(?:--?nproc[-_]per[-_]node|LOCAL_WORLD_SIZE|local_world_size|nproc_per_node|NPROC_PER_NODE|gpus_per_node|GPUS_PER_NODE)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
+    r"(?<![A-Za-z])(?:n_|num_)?(?:--?nproc[-_]per[-_]node|LOCAL_WORLD_SIZE|local_world_size|num_local_procs|nproc_per_node|NPROC_PER_NODE|gpus_per_node|GPUS_PER_NODE)['\"]?[\s=:]+['\"]?(\d{1,3})\b"
 )
 
 # Phases by the words that frameworks print or that stand in a stack's function names; the first match counts.
@@ -931,6 +933,8 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
     phase = phase_of(text)
     if last and (taken := _STACKS_AT.search(text)):
         yield make.clone(kind=Kind.NOTE, name="stacks taken", detail=taken[1].zfill(5))
+    if load := _LOAD.search(text):
+        yield make.clone(kind=Kind.NOTE, name="load", number=int(load[1]) + int(load[2]))
     found = None
     for found in _BAR.finditer(text) if "%|" in text else ():
         pass  # a line of several bars: the last one counts

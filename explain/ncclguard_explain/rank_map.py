@@ -27,7 +27,7 @@ MOST = 100_000
 # The rank of the speaker, as Lightning, Megatron, Ray Train, Slurm, vLLM and JAX programs print it; not of a peer.
 _OWN_RANK = re.compile(
     r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
-    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
+    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |^Process index: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
     r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\bRank (?=\d+: Completed store-based barrier)|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 # In front of a program's own lines; in lower case it is vLLM's, of a group.
@@ -249,7 +249,12 @@ class RankMap:
         if announces and rank is None and not _TROUBLE.search(text):
             self._census.read(text, prefix, source.index)
         if rank is None and (
-            "ank" in text or "RANK" in text or "PROCID" in text or "process: " in text or "process_id=" in text
+            "ank" in text
+            or "RANK" in text
+            or "PROCID" in text
+            or "process: " in text
+            or "process_id=" in text
+            or "Process index: " in text
         ):
             rank = self._told(text, prefix, scope)
         if rank is not None and where:
@@ -429,6 +434,7 @@ class RankMap:
         """Return the ranks that ran on a host or in a pod, as far as the log proves them."""
         found = {rank for name, there in self.hosts.items() if name.split("/")[0] == host for rank in there}
         first = self.first.get(host, NOBODY)
+        found |= {rank for (name, _), rank in self.processes.items() if name == host and rank != NOBODY}
         return found | set(range(first, first + local_size)) if first >= 0 and local_size else found
 
     def place_of(self, name: str) -> int | None:

@@ -995,3 +995,44 @@ def test_a_column_of_times_in_front_of_a_log_is_no_block_of_data(explain_lines: 
     stamped = [f"  | 2024-08-23T22:22:5{rank}.648Z | {timeout(rank, 9107)[0]}" for rank in (0, 1)]
     report = explain_lines(stamped)
     assert report.collective is not None and report.collective.seq == 9107
+
+
+def test_the_ranks_of_a_host_that_closed_its_connection(explain_lines: Explain) -> None:
+    lines = [
+        "n0: [INFO] [launch.py:162:main] global_rank_mapping=defaultdict(<class 'list'>, {'n0': [0, 1], 'n1': [2, 3]})",
+        "n0: [INFO] [launch.py:151:main] nnodes=2, num_local_procs=2, node_rank=0",
+        "n1: Connection to n1 closed by remote host.",
+    ]
+    late = [f"n0: {timeout(rank, 77)[0]}" for rank in (0, 1)]
+    report = explain_lines([*lines, *late])
+    assert (report.culprits, report.decision, report.without) == ((2, 3), "restart-without", "ranks 2-3")
+    assert not explain_lines(["step 1 loss 2.0", lines[-1]]).incident, "the end of a session"
+
+
+def test_the_ranks_that_nccl_placed_on_a_node_that_failed(explain_lines: Explain) -> None:
+    joined = "{2}: n{0}:220{1}:43122 [{1}] NCCL INFO comm 0x5{2} rank {2} nranks 4 cudaDev {1} busId 1000 commId 0x5 - Init COMPLETE"
+    lines = [joined.format(rank // 2, rank % 2, rank) for rank in range(4)]
+    assert explain_lines([*lines, "srun: error: Node failure on n1"]).culprits == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "line, decision",
+    [
+        ("systemd[1]: ddp@2.service: A process of this unit has been killed by the OOM killer.", "fix-environment"),
+        ("402.1s: flux-shell[1]: ERROR: oom: Memory cgroup out of memory: killed 1 task on n7.", "fix-environment"),
+        (
+            "[Rank:3] FATAL ERROR :: MODULE:SYNHELPER Allocation failed! synStatus=8 [Device not found]",
+            "restart-without",
+        ),
+    ],
+)
+def test_what_ended_a_process(explain_lines: Explain, line: str, decision: str) -> None:
+    assert explain_lines([line]).decision == decision
+
+
+def test_the_process_of_azure_mls_logs_is_the_rank(explain_lines: Explain) -> None:
+    error = "RuntimeError: DataLoader worker (pid(s) 2211) exited unexpectedly"
+    files = {f"std_log_process_0{rank}.txt": timeout(rank, 77) for rank in (0, 3)}
+    assert explain_lines(
+        {**files, "std_log_process_05.txt": ["Traceback (most recent call last):", error]}
+    ).culprits == (5,)

@@ -103,3 +103,9 @@ def test_tests_that_fail_a_job_on_purpose(explain_lines: Explain, end: str, calm
     assert explain_lines([LATE, "OK"]).incident, "no count of tests"
     assert explain_lines(["srun: error: gpu-03: task 3: Segmentation fault", *lines]).incident, "a launcher's word"
     assert explain_lines([*[f"step {n} loss 2.0 of a job before them" for n in range(60)], LATE, *lines]).incident
+
+
+@pytest.mark.parametrize("end", ["hits=0  PASS", "PASS", "PASSED", "PASS (self-test)"])
+def test_a_check_that_has_passed_names_what_it_looks_for(explain_lines: Explain, end: str) -> None:
+    assert not explain_lines([f"[n1] dmesg '{XID}'   {end}"]).incident
+    assert explain_lines([f"[n1] dmesg '{XID}'   FAIL"]).incident
