@@ -328,7 +328,7 @@ _RECORDER_VARIABLES = (
     Variable(
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
         Reader.TORCH_NCCL,
-        "A named pipe <text><rank>.pipe; a byte written to it causes a dump.",
+        "A named pipe `<text><rank>.pipe`; a byte written to it causes a dump.",
         _CPP,
         since="2.3",
     ),
