@@ -59,8 +59,6 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
     name, sure = finding.name, finding.confidence != "low"
     if finding.action == "restart-without":
         return _without(verdict, finding.facts, finding.reason)
-    if any(fact.name == "host_gone" for fact in verdict.facts):
-        return _without(verdict, [], tr("the host of these ranks is gone"))
     if verdict.rule == "ncclguard incident" and any(
         incident_text.FROM_OUTSIDE.search(fact.text) for fact in verdict.facts
     ):
@@ -149,6 +147,9 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         )
     if (taken := _taken(evidence, verdict)) is not None:
         return taken
+    ended = evidence.of(Kind.NOTE, name="unit_oom")
+    if ended and any(late.source == ended[-1].source and late.line > ended[-1].line for late in evidence.of(*EXPIRED)):
+        return Decision("fix-environment", tr("the host ran out of memory; the same job would again"))
     if cause is Cause.LATE:
         return Decision("unknown", tr("the inputs do not tell what the awaited rank did instead; its stack would"))
     return Decision("unknown", tr("the inputs do not tell why a rank was missing"))
@@ -156,8 +157,8 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
 
 def _taken(evidence: Evidence, verdict: Verdict) -> Decision | None:
     """Return the decision for a machine that went away, where no rank is known to have failed; None for none."""
-    if verdict.culprits or not evidence.of(Kind.NOTE, name="taken"):
-        return None
+    if verdict.culprits or evidence.of(*EXPIRED) or not evidence.of(Kind.NOTE, name="taken"):
+        return None  # who waited until a limit may have waited for anybody
     return Decision("restart", tr("a machine was switched off or taken away; nothing is wrong with the job"))
 
 

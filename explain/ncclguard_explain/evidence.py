@@ -42,10 +42,11 @@ _JOB_OF_TABLE = re.compile(r"(\d+)[\s|].*COMPLETED")
 _OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC, Kind.KERNEL_OOM])
 _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
 #: A shell (`set -x`, a session) prints a document or what others have written of their changes, up to its next command.
+_PROMPT = r"(?:(?:\(\w+\) )?(?:\[?\w[\w.\-]*@[\w.\-]+[^\n$#%]{0,40}|[~/][^\s$#%]*(?: \([\w/.\-]+\))?) ?[$#%]|[+$]+) *"
 _PRINTS_DOCUMENT = re.compile(
-    r"(?:[^\n$+]{0,60} )?[+$] *(?:(?:cat|less|more|head|tail|bat|sed)\b.*\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)"
+    rf"{_PROMPT}(?:(?:cat|less|more|head|tail|bat|sed)(?: (?:-\S+|'[^']*'|\d+))* \S+\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)"
 )
-_NEXT_COMMAND = re.compile(r"(?:[^\n$+]{0,60} )?[+$]+ \S")
+_NEXT_COMMAND = re.compile(rf"{_PROMPT}\S")
 #: What a chat prints above each message, or before it: who, and when.
 _SPEAKER = re.compile(
     rb"(?m)^(?:(?:[*_]{1,2})?@?((?!(?i:.*\b(?:time|elapsed|eta|epoch|step|loss|took|duration)\b))[A-Za-z][A-Za-z.\-]*(?: [A-Za-z.\-]+){0,2})"
@@ -275,6 +276,7 @@ class Collector:
         self._scanners: dict[int, Scanner] = {}
         self._signs = Signs()
         self._columns: dict[tuple[int, str], list[tuple[int, list[int]]]] = {}  # last lines of one kind, their figures
+        self._told_world = 0  # by a launcher or a program, and not by the size of a communicator
         self._quoted: dict[int, int] = {}  # source -> the line before which a document is printed
 
     def read(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
@@ -437,6 +439,7 @@ class Collector:
             world, nodes, local = passages.sizes_of(text)
             if world is not None and (evidence.stated_world or 1) < world <= MAX_RANK:
                 evidence.stated_world = world
+            self._told_world = max(self._told_world, world or 0)
             evidence.nodes = max(evidence.nodes or 0, nodes or 0) or None
             evidence.local_size = max(evidence.local_size or 0, local or 0) or None
             if "size" in text or "--" in text:
@@ -576,7 +579,7 @@ class Collector:
 
     def _resolve_ranks(self, evidence: Evidence) -> None:
         evidence.ranks = evidence.ranks.settled(
-            evidence.facts, evidence.sources, evidence.stated_world, evidence.local_size
+            evidence.facts, evidence.sources, evidence.stated_world, evidence.local_size, self._told_world
         )
         _leave_out_other_worlds(evidence)
         names = self._names(evidence)
@@ -943,7 +946,9 @@ def _mark_shut_down(evidence: Evidence) -> None:
         ends.setdefault(note.source, note.line)
     accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.TEARDOWN, Kind.STORE_LOST}]
     if all("Parent process exited" in fact.text for fact in accusing):  # a server has been told to end, and says so
-        idle = {note.source: note.number == 0 for note in evidence.of(Kind.NOTE, name="load")}
+        loads = sorted(evidence.of(Kind.NOTE, name="load"), key=lambda note: note.line)
+        last = {(note.source, note.detail): note.number for note in loads}
+        idle = {source: all(n == 0 for (of, _), n in last.items() if of == source) for source, _ in last}
         for note in evidence.of(Kind.NOTE, name="server_down") + evidence.of(Kind.NOTE, name="http_down"):
             asked = idle.get(note.source) or note.text.startswith("^C")
             if note.name == "server_down" or asked:  # one that hangs is shut down as well

@@ -32,7 +32,7 @@ _FOLLOWS = re.compile(
     r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
     r"|peer (?:has |may have )?(?:closed|disconnected|exited)|NRT_TIMEOUT|workspace wait failed"
     r"|[Cc]ollective (?:call|op|operation)s? (?:has |have |was |were )?(?:returned|failed|aborted|interrupted)|sync_global_devices name mismatch|status: (?:Cancelled|DeadlineExceeded)"
-    r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|ACL stream synchronize failed(?!.{0,20}error code)|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout|ndpoint is not connected|[Rr]equest cancell?ed|lease expired|^cancelled$"
+    r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|ACL stream synchronize failed(?!.{0,20}error code)|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout|ndpoint is not connected|[Rr]equest cancell?ed|lease expired"
 )
 _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
@@ -505,8 +505,10 @@ def by_first_exit(evidence: Evidence, world: World) -> Verdict | None:
         )
         return Verdict((first.rank,), Cause.FAILED, "medium", "first exit", reason, facts)
     lost = [fact for fact in evidence.of(Kind.EXCEPTION) if any(map(_HTTP.search, fact.frames))]
-    troubled = {fact.rank for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB} - {None}
-    if lost and first.rank is not None and troubled == {first.rank} == {fact.rank for fact in lost}:
+    by_launcher = {Kind.LAUNCHER, Kind.EXIT, Kind.ENDED_BY_LAUNCHER}
+    troubled = {fact.rank for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | by_launcher}
+    alone = all(fact.rank == first.rank or fact.number in (None, -15) for fact in evidence.of(*by_launcher))
+    if lost and alone and first.rank is not None and troubled == {first.rank} == {fact.rank for fact in lost}:
         reason = tr(
             "{ranks} alone failed, first of all: it had no answer from a server that is no rank: {text}",
             ranks=who,

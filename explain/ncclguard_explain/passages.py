@@ -832,7 +832,7 @@ _SERVES = re.compile(
     r"\"POST /\S* HTTP/\d[\d.]*\" 200|Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s|Decode batch.*gen throughput \(token/s\): (?!0\.0+,)"
 )
 #: Requests that an engine works at and that wait for it (vLLM vllm/v1/metrics/loggers.py).
-_LOAD = re.compile(r"\bRunning: (\d+) reqs, Waiting: (\d+) reqs\b")
+_LOAD = re.compile(r"(?:\bEngine (\d+): .*)?\bRunning: (\d+) reqs, Waiting: (\d+) reqs\b")
 #: A note beside stacks on when they were taken.
 _STACKS_AT = re.compile(
     r"(?i)\b(?:stack(?: ?trace)?s?|dumps?|dumped|py-?spy|pystack)\b[^.;\d]{0,40}?(?<![\d:])(\d{1,2}:\d\d(?::\d\d)?)\b"
@@ -934,7 +934,7 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
     if last and (taken := _STACKS_AT.search(text)):
         yield make.clone(kind=Kind.NOTE, name="stacks taken", detail=taken[1].zfill(5))
     if load := _LOAD.search(text):
-        yield make.clone(kind=Kind.NOTE, name="load", number=int(load[1]) + int(load[2]))
+        yield make.clone(kind=Kind.NOTE, name="load", detail=load[1] or "", number=int(load[2]) + int(load[3]))
     found = None
     for found in _BAR.finditer(text) if "%|" in text else ():
         pass  # a line of several bars: the last one counts

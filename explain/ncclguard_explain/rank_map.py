@@ -135,6 +135,22 @@ OF_A_HOST = frozenset(
 )
 
 
+def _blocks(facts: Sequence[Fact], told_world: int) -> dict[str, set[int]]:
+    """Return the ranks of each host of which NCCL's communicator of the whole job shows all: equal blocks, one each."""
+    inits = [fact for fact in facts if fact.kind is Kind.JOINED and fact.name == "init" and fact.number is not None]
+    seen: dict[str, set[int]] = {}
+    for fact in inits:
+        seen.setdefault(fact.host, set()).add(fact.number or 0)
+    size = max(map(len, seen.values()), default=0)
+    blocks = {host: {rank // size for rank in ranks} for host, ranks in seen.items()}
+    whole = {fact.completed for fact in inits} == {told_world} == {size * len(seen)}
+    apart = all(len(block) == 1 for block in blocks.values()) and len({*map(min, blocks.values())}) == len(seen)
+    requeued = any(fact.name == "JOB REQUEUE" for fact in facts)
+    if not whole or not apart or requeued or "" in seen:
+        return {}
+    return {host: ranks for host, ranks in seen.items() if len(ranks) == size}
+
+
 def _are_local(found: re.Match[str]) -> bool:
     """Return whether a node's ranks are counted from its own first one."""
     first, last = int(found[3]), int(found[4])
@@ -434,7 +450,6 @@ class RankMap:
         """Return the ranks that ran on a host or in a pod, as far as the log proves them."""
         found = {rank for name, there in self.hosts.items() if name.split("/")[0] == host for rank in there}
         first = self.first.get(host, NOBODY)
-        found |= {rank for (name, _), rank in self.processes.items() if name == host and rank != NOBODY}
         return found | set(range(first, first + local_size)) if first >= 0 and local_size else found
 
     def place_of(self, name: str) -> int | None:
@@ -447,9 +462,17 @@ class RankMap:
         return listed[1] if listed else self.described.get(fact.source, "")
 
     def settled(
-        self, facts: Sequence[Fact], sources: Iterable[Source], stated_world: int | None, local_size: int | None
+        self,
+        facts: Sequence[Fact],
+        sources: Iterable[Source],
+        stated_world: int | None,
+        local_size: int | None,
+        told_world: int,
     ) -> RankMap:
-        """Return the map with what NCCL's communicators, launchers and the names of inputs prove besides."""
+        """Return the map with what NCCL's communicators, launchers and the names of inputs prove besides.
+
+        `told_world`: the number of ranks that a launcher or a program tells, 0 where only communicators do.
+        """
         spoken = {rank for ranks in self.speakers.values() for rank in ranks}
         # Kubeflow's RANK is that of the pod, in which torchrun starts as many ranks as it likes.
         told = {rank for ranks in self.environments.values() for rank in ranks}
@@ -523,6 +546,8 @@ class RankMap:
                 found.processes.setdefault(("", fact.pid), fact.rank)
             if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.host and fact.local_rank is not None:
                 _prove(found.first, fact.host, fact.rank - fact.local_rank)
+        for host, ranks in _blocks(facts, told_world).items():
+            found.hosts.setdefault(host, set()).update(ranks)
         for pod, rank in self._of_headed_pods(stated_world):
             found.hosts.setdefault(pod, set()).add(rank)
         for name, ranks in found.environments.items():

@@ -40,11 +40,9 @@ _SKIP = frozenset(
     [".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".npz", ".npy", ".png", ".jpg", ".jpeg", ".gif", ".mp4", ".so",
      ".whl", ".zip", ".tar", ".tgz", ".parquet", ".arrow", ".pyc", ".py", ".h5"]
 )  # fmt: skip
-# A file that belongs to one rank: rank_3.log, rank3.err, 3/stderr.log of torchrun's --log-dir, std_log_process_03.txt
-# of Azure ML, comm_lib_trace_rank_3, _dump_3.
-_RANK_NAME = re.compile(
-    r"(?:^|[^a-z])(?:(?:global_?|local_?)?rank[_\-.=]?|std_log_process_)(\d{1,6})(?!\d)", re.IGNORECASE
-)
+# A file that belongs to one rank: rank_3.log, rank3.err, 3/stderr.log of torchrun's --log-dir, comm_lib_trace_rank_3,
+# _dump_3.
+_RANK_NAME = re.compile(r"(?:^|[^a-z])(?:global_?|local_?)?rank[_\-.=]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _TORCHRUN = re.compile(r"attempt_(\d+)/(\d{1,5})/(?:stdout|stderr|error)[^/]*$")
 _SLURM_NAME = re.compile(r"(?:slurm|log|out|err)[-_.].*?[-_.](?:task|t)[-_.]?(\d{1,5})(?!\d)", re.IGNORECASE)
 _DUMP_NAME = re.compile(r"(\d{1,6})(?:\.(?:pkl|pickle|json|gz))*$")
@@ -415,9 +413,12 @@ _QUOTED = re.compile(r"(?:INFO|DEBUG)\b[^'\"`]*['\"`](?:\[rank\d+\]:)?\s?\[[EWF]
 _DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$|\d{4}-\d\d-\d\d[T ])|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
 #: What a search prints of sources and documents, and the command: a formatter of logs may begin its lines alike.
 _FOUND = re.compile(r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|tex|ipynb)[:\-]\d+[:\-]")
-_SEARCHES = re.compile(rb"(?m)^[^\n]{0,80}?[$#%>] (?:cd \S+ && )?(?:git (?:-C \S+ )?)?(?:[ef]?grep|rg|ag|ack)\b")
+_COMMAND = re.compile(r"[^\n]{0,80}?[$#%>] (\S[^\n]*)")
+_SEARCHES = re.compile(r"(?:cd \S+ && )?(?:git (?:-C \S+ )?)?(?:[ef]?grep|rg|ag|ack)\b")
 #: A check of a health test that has passed, by the name of what it looks for.
-_PASSES = re.compile(r"[^\n]*(?:\b(?:hits|matches)=0\b|\sPASS(?:ED)?(?: \([^)\n]*\))?\s*$)")
+_PASSES = re.compile(
+    r"(?!.*(?:\[rank\d|\[[EWF]\d{3,4} ))[^\n]*(?:['\"].*\b(?:hits|matches)=0\b|\sPASS(?:ED)?(?: \([^)\n]*\))?\s*$)"
+)
 #: What a model was given or has written, as trainers, evaluations and servers print it.
 _OF_A_MODEL = re.compile(
     r"(?:\{?['\"]|\[\w+\] )?(?:(?:step|sample|example|case|item|row|request) ?#?\d* )?"
@@ -817,7 +818,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"ncclguard incident ", b'"culprits"', b"went on without", "的情况下继续训练".encode(), b"and training goes on", "训练继续".encode(),
     # engines, Ray, JAX, Ascend, Horovod, watchers; most of theirs are found by the words above
     b"roadcast block", b"ang detected", b"died unexpectedly", b"DeepEP ", b"mesh comm", b"RolloutStall", b"RDT stall",
-    b"EngineCore encountered", b"text_generation_launcher: Shard", b"being preempted", b"Process index: ", b"closed by remote host", b"killed by the OOM killer", b"synStatus=8", b"The system will ", b"The system is going ", b"Shutting down", b"(engine dead)", b"SIGQUIT received", b"received sigquit", b"eceived sigquit", b"scheduler is dead", b"scheduler died", b"crashed with exit", b"MPI_ABORT", b"Assertion failed: ", b"cannot be retrieved",
+    b"EngineCore encountered", b"text_generation_launcher: Shard", b"being preempted", b"Process index: ", b"killed by the OOM killer", b"synStatus=8", b"The system will ", b"The system is going ", b"Shutting down", b"(engine dead)", b"SIGQUIT received", b"received sigquit", b"eceived sigquit", b"scheduler is dead", b"scheduler died", b"crashed with exit", b"MPI_ABORT", b"Assertion failed: ", b"cannot be retrieved",
     b"propagating hard-kill", b"is unbalanced", b"placement group", b"Insufficient space", b"Weight update group", b"Unable to create ah",
     b"setup connections", b"transport: IBGDA", b"CCL_ERROR", b"An error CQE", b"EI0011:", b"EI0013:", b"EI0019:", b"become healthy", b"is not ready after",
     b"rollout replicas", b"tried to connect", b"coordination service", b"stopped sending", b"may be stuck",
@@ -994,6 +995,15 @@ def _lines(data: bytes) -> list[str]:
     return _BREAKS.split(data.decode("utf-8", "replace").replace("\x00", ""))
 
 
+def _is_found(data: bytes) -> bool:
+    """Return whether the last lines are what a search has found: nothing else stands between them and its command."""
+    for row in reversed(_lines(data)):
+        if row and row != "--" and _FOUND.match(row) is None:
+            command = _COMMAND.match(row)
+            return command is not None and _SEARCHES.match(command[1]) is not None
+    return False
+
+
 class Scanner:
     """Take one source's bytes as they come and yield the records that matter, in order."""
 
@@ -1143,7 +1153,7 @@ class Scanner:
             return end, []
         if _QUOTED.match(line.text) or (_DATA.match(line.text) and _GROUP not in buffer):
             return end, []
-        if any(map(_FOUND.match, lines[first : last + 1])) and _SEARCHES.search(buffer[max(0, start - 8192) : end]):
+        if any(map(_FOUND.match, lines[first : last + 1])) and _is_found(buffer[max(0, start - 8192) : end]):
             return end, []
         if _PASSES.match(lines[at]):
             return end, []

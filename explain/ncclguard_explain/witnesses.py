@@ -281,7 +281,7 @@ def by_analyser(evidence: Evidence, world: World) -> Verdict | None:
 
 def by_lost_host(evidence: Evidence, world: World) -> Verdict | None:
     """A scheduler says that a host or a pod is gone, and the log proves which ranks were there."""
-    for fact in evidence.of(Kind.SCHEDULER) + evidence.of(Kind.NOTE, name="host_gone"):
+    for fact in evidence.of(Kind.SCHEDULER):
         host = fact.host.removeprefix("pod/").removeprefix("node/")
         if not host and fact.name in ("OOMKilled", "Evicted"):  # `kubectl describe` of a pod, in a file named after it
             host = evidence.ranks.host_of(fact.file)

@@ -27,6 +27,8 @@ def test_a_search_in_sources_is_no_incident(explain_lines: Explain, place: str, 
     assert not explain_lines(["$ grep -rn Watchdog .", place + line, "docs/a.rst:3:" + line]).incident
     assert explain_lines(["$ grep -n Watchdog train.log", f"train.log:14:{line}"]).incident, "a search in a log"
     assert explain_lines([f"/opt/x/train.py:14:{line}"]).incident, "a formatter of logs"
+    session = ["$ grep -n lr train.py", "train.py:3:lr = 1", "$ torchrun train.py", f"train.py:14:{line}"]
+    assert explain_lines(session).incident, "the program that was started then"
 
 
 @pytest.mark.parametrize(
@@ -109,3 +111,11 @@ def test_tests_that_fail_a_job_on_purpose(explain_lines: Explain, end: str, calm
 def test_a_check_that_has_passed_names_what_it_looks_for(explain_lines: Explain, end: str) -> None:
     assert not explain_lines([f"[n1] dmesg '{XID}'   {end}"]).incident
     assert explain_lines([f"[n1] dmesg '{XID}'   FAIL"]).incident
+    assert explain_lines([f"{LATE} {end}"]).incident, "glued behind a rank's record"
+
+
+def test_the_name_of_a_page_in_a_programs_words_begins_no_page(explain_lines: Explain) -> None:
+    said = "[rank0]: RuntimeWarning: fused trunk + head sharding failed to compile, Error 17, see docs/ERRORS.md"
+    assert explain_lines([said, LATE, "+ exit 1"]).incident
+    for prompt in ("$ ", "+ ", "~/src (main) $ ", "(env) ann@host:~/src$ "):
+        assert not explain_lines([f"{prompt}sed -n '3,9p' docs/ERRORS.md", LATE, XID, "$ exit"]).incident, prompt

@@ -654,6 +654,8 @@ def test_a_server_of_engines_that_was_interrupted(explain_lines: Explain) -> Non
     after = [shuts, ends.format(0), ends.format(1)]
     assert not explain_lines([load.format(0), *after]).incident
     assert explain_lines([load.format(3), *after]).incident, "it may have hung"
+    assert explain_lines([load.format(3), load.format(0), load.format(3), *after]).incident
+    assert explain_lines([load.format(3), load.format(0).replace("000", "001"), *after]).incident, "one of two engines"
     assert not explain_lines([load.format(3), f"^C{shuts[21:]}", *after[1:]]).incident
     assert explain_lines(after).incident
 
@@ -662,6 +664,7 @@ def test_a_microbatch_that_composer_finds_by_trying(explain_lines: Explain) -> N
     raised = "rank3[208868][MainThread]: INFO: composer.trainer.trainer: Train microbatch size 32 raised: CUDA out of memory. Tried to allocate 5.66 GiB."
     smaller = "rank0[208865][MainThread]: WARNING: composer.trainer.trainer: CUDA out of memory detected. Train microbatch size will be decreased from 32 -> 16."
     assert not explain_lines([raised, smaller, "[batch=13/39]:", "[batch=17/39]:"]).incident
+    assert explain_lines(["[rank2]: Train microbatch size 8 raised: IndexError: list index out of range"]).incident
 
 
 def test_exceptions_of_a_service_in_java(explain_lines: Explain) -> None:
