@@ -56,9 +56,9 @@ _SPEAKER = re.compile(
 )
 #: The title of a page that quotes what one may see, and any heading.
 _TITLE = re.compile(
-    rb"\s*(?:---\n(?:[\w\-]+:.*\n)+---\s+)?(?:#{1,3} |(?=[^\n]{3,80}\n[=\-]{3,}\s*\n))(?:[A-Za-z]+ ){0,3}?"
+    rb"\s*(?:---\n(?:[\w\-]+:.*\n)+---\s+)?(?:#{1,3} |(?=[^\n]{3,80}\n[=\-]{3,}\s*\n))(?:[A-Za-z\-]+ ){0,3}?"
     rb"(?i:troubleshooting|FAQ|frequently asked questions|runbook|playbook|known (?:issues|errors)|release notes|changelog|"
-    rb"common (?:errors|problems))(?!\S)(?:[A-Za-z ,&()/\-]|v?\d{1,2}\b(?!-)){0,60}\n"
+    rb"common (?:errors|problems))(?![^\s:])(?:[A-Za-z ,:&/\-]|v?\d{1,2}\b(?!-)){0,60}(?:\([^)\n]{0,40}\))?[ ]*\n"
 )
 _HEADINGS = re.compile(rb"(?m)^#{1,4} \S|^[=\-]{3,}\s*$")
 #: What launchers and programs print, and pages and people do not.
@@ -67,9 +67,12 @@ _LAUNCHES = re.compile(
     rb"exits with return code"
 )
 _PRINTS = re.compile(_LAUNCHES.pattern + rb"|Traceback \(most recent call last\)")
-#: unittest: the head of a test, and the end of a run in which all have passed.
-_TEST = re.compile(rb"(?m)^test\w* \([\w.]+\) \.\.\. ")
-_PASSED = re.compile(rb"\nRan \d+ tests? in [\d.]+s\r?\n\s*OK(?: \((?:skipped|expected failures)=[^)\n]*\))?\s*\Z")
+#: unittest and GoogleTest: the head of a test, and the end of a run in which all have passed.
+_TEST = re.compile(rb"(?m)^test\w* \([\w.]+\)(?: \.\.\. |\r?$)|^\[={10}\] Running \d+ tests? from ")
+_PASSED = re.compile(
+    rb"\nRan \d+ tests? in [\d.]+s\r?\n\s*OK(?: \((?:skipped|expected failures)=[^)\n]*\))?\s*\Z|"
+    rb"\n\[  PASSED  \] \d+ tests?\.(?![\s\S]*\[  FAILED  \])"
+)
 #: Several copies of one server, of which the log is: each counts its processes from 0 on.
 _REPLICAS = re.compile(
     r"\bkubectl .*\blogs\b.* (?:-l|--selector|--all-pods|deploy(?:ment)?s?/)|\b(?i:replicas?[=: ]+|--replicas[= ])(?:[2-9]|\d\d)\b|"
@@ -326,7 +329,7 @@ class Collector:
             self._scanners[source.index] = Scanner(source)
             self.evidence.sources.append(source)
             self._signs.job |= source.rank is not None or source.one_node
-            if source.name.endswith(".py"):
+            if source.name.endswith((".py", ".po", ".pot")):
                 self._quoted[source.index] = sys.maxsize
                 self.evidence.notes.append(tr("{name}: a program, and no log", name=source.name))
             for is_kind, text in (

@@ -64,7 +64,7 @@ WAITS_FOR_DEVICE = re.compile(
 )
 #: Frames of a rank that stands in a collective: torch's, and the engines' own.
 IN_COLLECTIVE = re.compile(
-    r"distributed_c10d\.py|device_communicators/|custom_all_reduce|pynccl|all_?reduce|all_?gather|broadcast_pyobj"
+    r"distributed_c10d\.py|_functional_collectives\.py|device_communicators/|custom_all_reduce|pynccl|all_?reduce|all_?gather|broadcast_pyobj"
 )
 # NVIDIA's Xid catalogue: those that point at the GPU, its memory or its link.
 _ECC = re.compile(r"ECC error|(?i:multi[- ]bit ecc|ecc uncorrect)")

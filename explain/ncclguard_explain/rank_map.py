@@ -41,7 +41,8 @@ _DESCRIBED = re.compile(
     r"^Name: +(\S+)$|\bkubectl (?:-\S+ \S+ )*(?:get|describe|logs) (?:pods?[ /])?([a-z0-9][a-z0-9.\-]*\d)\b"
 )
 _NEXT_COMMAND = re.compile(r"[$#+>] |={3,}|-{3}|[\w.\-]+@\S+ ?.*[$#] |.*\bkubectl ")
-_LISTED = re.compile(r"^(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ ")  # a row of `kubectl get pods`
+# Rows of `kubectl get pods`, which may have been joined: pod and status.
+_LISTED = re.compile(r"(?<![\w.\-/])(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d+ +(\w+)")
 # "gpu-17: ranks 8-15", as launchers and people write it; "NODE_RANK: 2" in `kubectl describe` of a pod
 _RANGES = re.compile(
     r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:(?i:node[_ ]rank)[ =:]+(?P<node>\d+),? (?:-> )?)?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
@@ -84,7 +85,7 @@ _KERNEL_OF = re.compile(
     r".*\b(?:dmesg|journalctl)\b"
 )
 _SPIED = re.compile(
-    r"(?:py-spy dump\b.*?(?:--pid|-p)[ =]|^Process (?=\d+: ))(\d{1,9})\b.*?\b(?:RANK|[Rr]ank)[ =:]*(\d{1,6})\b"
+    r"(?:py-spy dump\b.*?(?:--pid|-p)[ =]|^Process (?=\d+: )|^={2,} (?=\d+ ))(\d{1,9})\b.*?\b(?:RANK|[Rr]ank)[ =:]*(\d{1,6})\b"
 )
 _ON_POD = re.compile(r"\b(?:RANK|rank)[ =:]+(\d{1,6})\b.{0,30}?\bpod[ =:]+([a-z0-9][a-z0-9.\-]*[a-z0-9])")
 _OWN_PID = re.compile(r"(?:\[rank \d{1,6}\] ?)?pid[ =:]+(\d{1,9})\b")
@@ -458,8 +459,8 @@ class RankMap:
 
     def pod_of(self, fact: Fact) -> str:
         """Return the pod that a message of Kubernetes without a name is about, as far as the lines around it tell."""
-        listed = _LISTED.search(fact.text)
-        return listed[1] if listed else self.described.get(fact.source, "")
+        listed = [name for name, status in _LISTED.findall(fact.text) if status == fact.name]
+        return listed[0] if len(listed) == 1 else "" if listed else self.described.get(fact.source, "")
 
     def settled(
         self,

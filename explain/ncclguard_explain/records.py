@@ -422,7 +422,7 @@ _PASSES = re.compile(
 #: What a model was given or has written, as trainers, evaluations and servers print it.
 _OF_A_MODEL = re.compile(
     r"(?:\{?['\"]|\[\w+\] )?(?:(?:step|sample|example|case|item|row|request) ?#?\d* )?"
-    r"(?i:prompt|completion|question|answer|instruction|generated[ _]text)(?: ?#?\d+)?['\"]? ?[:=](?![^\n]*\"error\"| ?(?:\w+ )?(?:failed|raised|died)\b| ?(?:srun|slurmstepd): )"
+    r"(?i:prompt|completion|question|answer|instruction|generated[ _]text)(?: ?#?\d+)?['\"]? ?[:=](?![^\n]*\"error\"| ?(?:\w+ )?(?:failed|raised|died)\b)"
 )
 #: A row of a table of Markdown, and the line below its head: what stands in one is quoted.
 _CELLS = re.compile(r"\s*\|.*\|\s*$")
@@ -1160,7 +1160,7 @@ class Scanner:
         records = []
         parts = pieces(line.text)
         of_a_model = _OF_A_MODEL.match(message_of(parts[0]))
-        if of_a_model and (parts[0].count('"') % 2 or parts[0].rstrip().endswith((":", "="))):
+        if of_a_model and (parts[0].count('"') % 2 or parts[0].rstrip().endswith((":", "=", "\\n"))):
             return end, []  # the text goes on in what looks like a record
         for index, piece in enumerate(parts[bool(of_a_model) :], bool(of_a_model)):
             own = split_prefix(piece) if index or piece is not line.text else line

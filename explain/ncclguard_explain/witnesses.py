@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ncclguard_explain import incident_text
 from ncclguard_explain.cause import Cause
@@ -304,6 +304,7 @@ def by_lost_host(evidence: Evidence, world: World) -> Verdict | None:
             and len(elsewhere) > world.size // 2
         ):
             ranks = set(range(world.size)) - elsewhere  # srun tells the tasks of all the other hosts
+        ranks = ranks or _gap(ended)
         size = world.size
         if size is not None:  # those that were lost may be the highest ones
             size = max(size, 1 + max((rank for there in evidence.ranks.hosts.values() for rank in there), default=0))
@@ -315,6 +316,21 @@ def by_lost_host(evidence: Evidence, world: World) -> Verdict | None:
             overturned = [tr("an error of another rank that came before: the host was then taken away afterwards")]
             return Verdict(named, Cause.LOST, "medium", "lost host", reason, [fact], overturned=overturned)
     return None
+
+
+def _gap(ended: Sequence[Fact]) -> set[int]:
+    """Return the tasks of the one host of which srun tells none, where those of all others are blocks of one length."""
+    told: dict[str, set[int]] = {}
+    for fact in ended:
+        if fact.rank is not None and fact.rank_basis == "launcher":
+            told.setdefault(fact.host, set()).add(fact.rank)
+    sizes = {len(tasks) for tasks in told.values()}
+    size = sizes.pop() if len(sizes) == 1 and len(told) > 1 else 0
+    if not size or any(min(tasks) % size or max(tasks) - min(tasks) != size - 1 for tasks in told.values()):
+        return set()
+    known = {task for tasks in told.values() for task in tasks}
+    gap = set(range(max(known))) - known
+    return gap if len(gap) == size and max(gap) - min(gap) == size - 1 else set()
 
 
 def by_stacks(evidence: Evidence, world: World) -> Verdict | None:

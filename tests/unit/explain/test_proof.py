@@ -1036,3 +1036,40 @@ def test_a_unit_that_ran_out_of_memory_before_the_others_waited(explain_lines: E
     assert not explain_lines([unit.replace("ddp@2", "promtail"), "step 1 loss 2.0", "step 2 loss 1.9"]).incident
     raised = explain_lines([unit.replace("ddp@2", "user@1000"), "[rank3]: ValueError: bad sample"])
     assert (raised.culprits, raised.decision) == ((3,), "fix-code")
+
+
+@pytest.mark.parametrize("gap, named", [(2, tuple(range(8, 12))), (3, ())])
+def test_the_tasks_of_which_srun_tells_none(explain_lines: Explain, gap: int, named: tuple[int, ...]) -> None:
+    """Of a node whose tasks are the last ones nobody knows how many there were."""
+    ended = [f"srun: error: n{node}: tasks {4 * node}-{4 * node + 3}: Terminated" for node in range(4) if node != gap]
+    assert explain_lines([f"srun: error: Node failure on n{gap}", *ended]).culprits == named
+    uneven = [line.replace("tasks 0-3", "tasks 0-2") for line in ended]
+    assert explain_lines([f"srun: error: Node failure on n{gap}", *uneven]).culprits == ()
+
+
+def test_the_status_of_one_of_the_listed_pods(explain_lines: Explain) -> None:
+    """Rows may have been joined: it is the pod beside the word that it is said of."""
+    lines = [
+        "x-master-0     0/1     Error       0          87m   10.244.3.18    gke-h100-pool-7c1f",
+        "x-worker-0     0/1     Error       0          87m   10.244.5.22    gke-h100-pool-b02d",
+        "x-worker-1     0/1     OOMKilled   0          87m   10.244.6.9     gke-h100-pool-e9aa",
+        "$ kubectl logs x-master-0",
+        "[rank0]:[E312 09:02:10 ProcessGroupNCCL.cpp:550] [Rank 0] Watchdog caught x",
+    ]
+    assert explain_lines(lines).culprits == ()
+
+
+def test_the_rank_above_a_stack_is_that_of_its_process(explain_lines: Explain) -> None:
+    waits = ["    wait_tensor (torch/distributed/_functional_collectives.py:155)", "    train_step (train.py:231)"]
+    reads = ["    read (ssl.py:1166)", "    next_batch (train.py:199)"]
+    lines = [
+        line
+        for rank in range(4)
+        for line in (
+            f"== 8841{rank} LOCAL_RANK={rank} RANK={rank} WORLD_SIZE=4",
+            f"Process 8841{rank}: python3 -u train.py",
+            f'Thread 8841{rank} (active): "MainThread"',
+            *(reads if rank == 2 else waits),
+        )
+    ]
+    assert explain_lines(lines).culprits == (2,)

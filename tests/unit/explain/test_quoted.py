@@ -32,7 +32,13 @@ def test_a_search_in_sources_is_no_incident(explain_lines: Explain, place: str, 
 
 
 @pytest.mark.parametrize(
-    "title", ["# Troubleshooting hangs (wiki, v7)", "---\ntitle: x\n---\n\n## FAQ", "Known issues\n============"]
+    "title",
+    [
+        "# Troubleshooting hangs (wiki, v7)",
+        "# On-call runbook: GPUs (last reviewed 2026-01-14)",
+        "---\ntitle: x\n---\n\n## FAQ",
+        "Known issues\n============",
+    ],
 )
 def test_a_page_on_errors_is_no_incident(explain_lines: Explain, title: str) -> None:
     page = [*title.split("\n"), "", "You may see", "", f"    {LATE}", "", "# Hardware", "", f"    {XID}", ""]
@@ -88,7 +94,6 @@ def test_what_a_model_was_given_or_wrote_is_no_incident(explain_lines: Explain, 
         "[rank2]: prompt 17: generation failed: torch.OutOfMemoryError: CUDA out of memory.",
         '{"prompt": "hello", "status": "error", "error": "torch.OutOfMemoryError: CUDA out of memory."}',
         f"[eval] answer: 4{LATE}",
-        "answer: srun: error: gpu-03: task 5: Out Of Memory",
     ],
 )
 def test_an_error_beside_a_models_text_stays_one(explain_lines: Explain, line: str) -> None:
@@ -96,6 +101,28 @@ def test_an_error_beside_a_models_text_stays_one(explain_lines: Explain, line: s
 
 
 TEST = "test_timeout (__main__.Errors) ... "
+
+
+def test_a_catalogue_of_messages_is_no_log(explain_lines: Explain) -> None:
+    assert not explain_lines({"de.po": ["#: a.ts:4", f'msgid "{LATE}"', 'msgstr ""']}).incident
+    assert explain_lines({"de.log": [LATE]}).incident
+
+
+@pytest.mark.parametrize("end, calm", [("[  PASSED  ] 9 tests.", True), ("[  FAILED  ] 1 test, listed below:", False)])
+def test_death_tests_of_googletest(explain_lines: Explain, end: str, calm: bool) -> None:
+    lines = [
+        "[==========] Running 9 tests from 3 test suites.",
+        "[ RUN      ] Comm.Abort",
+        LATE,
+        "[       OK ] Comm.Abort",
+        end,
+    ]
+    assert explain_lines(lines).incident is not calm
+
+
+def test_tests_whose_names_stand_on_a_line_of_their_own(explain_lines: Explain) -> None:
+    lines = ["test_x (__main__.A.test_x)", "Say what it tests ... " + LATE, "ok", "Ran 4 tests in 128.114s", "", "OK"]
+    assert not explain_lines(lines).incident
 
 
 @pytest.mark.parametrize("end, calm", [("OK", True), ("OK (skipped=1)", True), ("FAILED (failures=1)", False)])
