@@ -66,7 +66,11 @@ ADVICE = {
         "See in its stack what it was doing instead: work on one rank only (saving, metrics, a data loader) must "
         "fit the timeout or run on all ranks. Raise the timeout only if that work is meant to take so long."
     ),
-    Cause.DIVERGED: tr("{compare} A `name=` and a phase are part of a call.", compare=_COMPARE),
+    Cause.DIVERGED: tr(
+        "{compare} Do not go on before: the ranks may be a call apart now, and calls that look alike then succeed with values "
+        "of different steps. A `name=`, such as the step, and a phase are part of a call.",
+        compare=_COMPARE,
+    ),
     Cause.FAILED: tr("Fix the exception of that rank first: the others only waited for it."),
     Cause.EXITED: tr("{left} Unless the others made a call more than they should.", left=_LEFT),
     Cause.LOST: tr(
@@ -84,6 +88,7 @@ ADVICE = {
 
 #: The same where it differs for a collective that the guard only watches.
 ADVICE_WATCHED = {
+    Cause.DIVERGED: tr("{compare} A `name=` and a phase are part of a call.", compare=_COMPARE),
     Cause.LOST: tr("{see} Restart the job: the groups of this rank are unusable.", see=SEE_LOST),
     Cause.NETWORK: tr(
         "{network} In a call with a source or destination compare that first: it is not recorded.",

@@ -89,7 +89,7 @@ class ControlSocket:
                 connection, _ = self._listener.accept()
                 with connection:
                     connection.settimeout(PATIENCE)
-                    if _peer(connection) in (os.getuid(), 0):
+                    if _peer(connection)[1] in (os.getuid(), 0):
                         self._talk(connection)
             except (OSError, ValueError) as error:
                 log.debug("ncclguard: a question to this rank was not answered: %s", error)
@@ -164,10 +164,11 @@ def _remove_all_dead(folder: Path) -> None:
                 path.unlink()
 
 
-def _peer(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end."""
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the process at the other end and its user, by their ids."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", data)[1])
+    pid, user, _ = struct.unpack("3i", data)
+    return int(pid), int(user)
 
 
 def _line(connection: socket.socket, limit: int) -> bytes:
@@ -201,6 +202,17 @@ def _is_open(path: Path) -> bool:
         return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
+def _process(ranks: dict[int, Path]) -> str:
+    """Return by what somebody knows a job again: a process of it, and the words after its interpreter."""
+    with contextlib.suppress(OSError, IndexError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(PATIENCE)
+        connection.connect(str(ranks[min(ranks)]))
+        pid, _ = _peer(connection)
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:]
+        return f"pid {pid}: {b' '.join(words).decode(errors='replace').strip()[:60]}"
+    return "?"
+
+
 def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
     """Return the rank's answer. Raises ControlError when there is none, or when the rank refused."""
     try:
@@ -227,7 +239,7 @@ def choose(wanted: str | None) -> tuple[str, dict[int, Path]]:
     if wanted is not None and wanted in found:
         return wanted, found[wanted]
     if found:
-        known = tr("there are {some}", some=", ".join(found))
+        known = tr("there are {some}", some=", ".join(f"{name} ({_process(ranks)})" for name, ranks in found.items()))
     else:
         known = tr("one can be once its program calls setup_nccl_monitoring() or watch()")
     if wanted is not None:
@@ -333,6 +345,10 @@ def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], 
 
 def _assignment(text: str) -> tuple[str, float | None]:
     name, equals, value = text.partition("=")
+    if name in SETTINGS and not value:
+        raise ValueError(
+            told("{setting} has no number: write for example {name}=900, or {name}=none", setting=repr(text), name=name)
+        )
     if not equals or name not in SETTINGS:
         raise ValueError(
             told(

@@ -153,7 +153,7 @@ def test_what_cannot_be_set_is_refused(serve: Serve, capsys: pytest.CaptureFixtu
     serve()
     for word, text in {
         "poll_idle=1": "write NAME=VALUE, with one of timeout, timeout_train",
-        "timeout": "write NAME=VALUE",
+        "timeout": "has no number: write for example timeout=900",
         "timeout=soon": "has no number",
         "timeout=-1": "timeout is -1.0; allowed: 1 ms to 1e9 s",
         "timeout=2": "every timeout must exceed stuck_timeout",
@@ -187,7 +187,9 @@ def test_the_job_must_be_known_and_named_when_there_are_two(serve: Serve, capsys
     serve("job1")
     serve("job2")
     assert ncclguard(["top", "--once"]) == 2
-    assert "name the job with --job; there are job1, job2" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    here = rf"\(pid {os.getpid()}: .+\)"
+    assert re.search(rf"name the job with --job; there are job1 {here}, job2 {here}", said), said
     assert ncclguard(["top", "--once", "--job", "job3"]) == 2
     assert ncclguard(["top", "--once", "--job", "job2"]) == 0
     assert "job job2: 1 of 1 ranks" in capsys.readouterr().out
