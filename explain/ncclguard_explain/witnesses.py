@@ -143,9 +143,12 @@ def guard_incidents(evidence: Evidence) -> list[Fact]:
     """Return ncclguard's incidents once each, the latest last: from its own JSON, or else what logs tell of them."""
     found: dict[str, Fact] = {}
     told = written_incidents(evidence) or evidence.of(Kind.GUARD)
+    # What is told of as the same fault, which goes on, is none of its own.
+    same = {_sentence(note.detail) for note in evidence.of(Kind.NOTE, name="fault goes on")}
+    told = [fact for fact in told if not any(fact.detail.startswith(one) for one in same if one)] or told
     # Who interrupts a job that hangs gives each rank an exception that is no rank's fault.
     for fact in [fact for fact in told if "KeyboardInterrupt" not in fact.text] or told:
-        name = re.split(r"\. |。", fact.detail)[0]  # an error and a panel go on in different ways
+        name = _sentence(fact.detail)  # an error and a panel go on in different ways
         longer = next((known for known in found if name and (known.startswith(name) or name.startswith(known))), name)
         if len(longer) < len(name):
             found[name] = found.pop(longer).clone(detail=fact.detail)
@@ -154,6 +157,10 @@ def guard_incidents(evidence: Evidence) -> list[Fact]:
         before = found.pop(name, fact)
         found[name] = fact if fact.advice else before  # the panel says more than the other lines
     return _without_its_end(evidence, _once_lost(evidence, found.values()))
+
+
+def _sentence(text: str) -> str:
+    return re.split(r"\. |。|\.$", text)[0]
 
 
 def _once_lost(evidence: Evidence, incidents: Iterable[Fact]) -> list[Fact]:

@@ -60,7 +60,7 @@ def summarise(
     departed: Mapping[int, Departure],
     silent: Silent,
     state: Subject,
-    reported: Iterable[Incident] = (),
+    reported: Collection[Incident] = (),
 ) -> str:
     """The coordinator's incident as JSON, empty where nothing failed; `reported`: earlier ones that it may repeat."""
     if verdict.cause is None:
@@ -130,7 +130,10 @@ def summarise(
     )
     if first is None and not state.guarded:
         first = _operation_of_errors(incident)  # of whose verdict this rank may not have heard yet
-    incident = incident.model_copy(update={"repeats": first})
+    told_before = next((one for one in reported if one.id == first), None)
+    if told_before is not None and told_before.culprits != incident.culprits:  # who ended by its error is not to blame
+        advice = tr("It follows from incident {first}: see that one's report.", first=told_before.id)
+    incident = incident.model_copy(update={"repeats": first, "advice": advice})
     fields = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
     return json.dumps({"schema_version": incident.schema_version, **fields}, separators=(",", ":"))
 
@@ -462,7 +465,8 @@ _TORCHS_OWN = re.compile(r"torch/distributed/distributed_c10d\.py:\d+ in ([a-z]\
 #: How an exception reads of a rank that had no memory, on the device or on the host.
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|\bMemoryError\b", re.IGNORECASE)
 #: How an exception reads that ends a call from outside.
-_INTERRUPT = re.compile(r"(?:KeyboardInterrupt|SystemExit)\b")
+#: A program that exits with a text of its own says why; a handler of a signal exits with a number.
+_INTERRUPT = re.compile(r"KeyboardInterrupt\b|SystemExit(?: at \S+:\d+ in \S+)?(?:: -?\d+)?$")
 #: How the evidence reads of a process that is known not to have been ended by abort(3).
 _OTHER_END = re.compile(r"killed by (?!SIGABRT)|: exit code \d")
 #: The label of an evaluation that nothing but its number tells from the one before it.

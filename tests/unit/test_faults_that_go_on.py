@@ -146,6 +146,8 @@ def test_the_advice_fits_a_rank_without_memory_and_one_that_came_too_late() -> N
         (("KeyboardInterrupt", "KeyboardInterrupt at train.py:37 in main"), False, True),
         (("", "KeyboardInterrupt at train.py:37 in main"), False, False),
         (("SystemExit: 143", "SystemExit: 143"), False, False),
+        (("", "SystemExit at train.py:37 in stop: 0"), False, False),
+        (("", "SystemExit at train.py:37 in evaluate: metric file is missing"), True, False),
         (("KeyboardInterrupt", "ValueError at train.py:37 in main: bad batch"), True, False),
     ],
 )
@@ -258,3 +260,17 @@ def test_a_rank_of_a_group_outside_the_job_is_started_again_alone() -> None:
         further = str(incidents._further("broadcast()", Cause.LOST, state))
         assert ("Start it again: it can join the others anew" in advice) == joined
         assert ("resilient_step" in advice + further) != joined
+
+
+@pytest.mark.parametrize(
+    ("raised", "follows"),
+    [("CollectiveMismatch: failure of barrier (0/3) after 2 s: rank 0 diverged.", True), ("KeyError: 'f1'", False)],
+)
+def test_who_ended_by_the_error_of_another_is_told_whose_it_is(raised: str, follows: bool) -> None:
+    """Its exception is not to be fixed: the incident that it comes of is."""
+    known = incident(Cause.DIVERGED, late(0))
+    verdict = Verdict(0, 4, Action.FAIL, Cause.FAILED, ((1, Cause.FAILED),), (0, 1))
+    left = {1: Departure(1, Cause.FAILED, raised)}
+    later = Incident.from_json(summarise(verdict, {0: entered(0)}, left, {}, GroupState("0", 0, (0, 1)), [known]))
+    assert later.repeats == (known.id if follows else None)
+    assert later.advice.startswith(f"It follows from incident {known.id}" if follows else "Fix the exception")

@@ -611,3 +611,22 @@ def test_a_program_is_no_log(tmp_path: Path) -> None:
     report = explain([tmp_path / "train.py"])
     assert not report.incident
     assert any(note.endswith("train.py: a program, and no log") for note in report.notes)
+
+
+def test_a_fault_that_goes_on_is_the_one_of_its_first_incident(explain_lines: Explain) -> None:
+    def raised(name: str, number: int, text: str) -> list[str]:
+        error = f"[rank0]: ncclguard.errors.{name}: failure of barrier (0:cpu:865c6391/{number}) after 0.1 s: {text}"
+        return [
+            "[rank0]: Traceback (most recent call last):",
+            '[rank0]:   File "/x/train.py", line 54, in <module>',
+            error,
+        ]
+
+    first = raised("CollectiveMismatch", 6, "barrier() failed after 0.004 s: rank 0 diverged.")
+    later = raised(
+        "CollectiveFailed", 7, "barrier() failed after 0.491 s: ranks 1-2 failed. Fix the exception of that rank."
+    )
+    goes_on = "ncclguard: the fault of incident e9511fea-0-cpu-865c6391-6.0 goes on: barrier() failed after 0.491 s: ranks 1-2 failed."
+    report = explain_lines([*first, goes_on, *later])
+    assert (report.culprits, report.cause) == ((0,), "diverged")
+    assert explain_lines([*first, *later]).culprits == (1, 2), "another one"
