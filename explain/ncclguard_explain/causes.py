@@ -6,6 +6,7 @@ on. The rules speak of mechanisms, never of one incident.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -318,7 +319,10 @@ def differing(case: Case) -> Finding | None:
     if works and flat and all("_BASE" in (work.op or "") or "REDUCE_SCATTER" in (work.op or "") for work in works):
         reason = tr("ranks gather different parameters: they run different modules")
         return Finding("rank_divergence", "medium", reason, facts)
+    shapes = {found[0] for text, _ in case.verdict.sides if (found := re.search(r"\[[^\]]*\]", text))}
     reason = tr("one operation, tensors of different shapes")
+    if len(case.verdict.sides) > 1 and len(shapes) == 1:
+        reason = tr("one operation of one shape, with another dtype, reduce op or source")
     return Finding("mismatch_shape_or_op", "medium", reason, facts or case.verdict.facts)
 
 

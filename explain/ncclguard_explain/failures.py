@@ -518,4 +518,13 @@ def by_first_exit(evidence: Evidence, world: World) -> Verdict | None:
     reason = tr("{ranks} exited first, cause not shown", ranks=who)
     if first.number is not None:
         reason = tr("{ranks} exited first with code {code}, cause not shown", ranks=who, code=first.number)
+    unprefixed = [fact for fact in own_exceptions(evidence) if fact.rank is None]
+    if unprefixed and first.number is not None:
+        text = _failure_text(unprefixed[-1])[:300].rstrip(" .。")
+        reason = tr(
+            "{ranks} exited first with code {code}; which rank raised is not told: {text}",
+            ranks=who,
+            code=first.number,
+            text=text,
+        )
     return Verdict((), Cause.UNKNOWN, "low", "first exit", reason, facts, named_ranks(facts[:1]))

@@ -630,3 +630,23 @@ def test_a_fault_that_goes_on_is_the_one_of_its_first_incident(explain_lines: Ex
     report = explain_lines([*first, goes_on, *later])
     assert (report.culprits, report.cause) == ((0,), "diverged")
     assert explain_lines([*first, *later]).culprits == (1, 2), "another one"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ("all_reduce(float32[1000], SUM)", "all_reduce(float64[1000], SUM)", "of one shape, with another dtype"),
+        ("all_reduce(float32[1000], SUM)", "all_reduce(float32[999], SUM)", "tensors of different shapes"),
+    ],
+)
+def test_what_the_sides_of_one_operation_differ_in(explain_lines: Explain, ours: str, theirs: str, said: str) -> None:
+    panel = [
+        "╭─ ncclguard incident 8068ab43-0-cpu-2.0 ──────╮",
+        f"│ {ours} failed after 0.004 s: rank 1 diverged. │",
+        "│ cause: diverged, in another collective than the others, or in the same with another shape, dtype, ... │",
+        "│ rank 1 (host vm, pid 2936): diverged │",
+        f"│ ranks 0, 2 called {ours} │",
+        f"│ rank 1 called {theirs} │",
+        "╰──────╯",
+    ]
+    assert said in explain_lines(panel).class_reason

@@ -1073,3 +1073,16 @@ def test_the_rank_above_a_stack_is_that_of_its_process(explain_lines: Explain) -
         )
     ]
     assert explain_lines(lines).culprits == (2,)
+
+
+def test_who_exited_first_stands_beside_an_exception_of_nobody_known(explain_lines: Explain) -> None:
+    exited = "E1129 10:50:55.944000 9638 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 1 (pid: 10348) of binary: /x/python"
+    table = [
+        line
+        for rank, code in ((0, -15), (2, 1))
+        for line in (f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : {code} (pid: 1034{rank})")
+    ]
+    raised = ["Traceback (most recent call last):", '  File "/x/train.py", line 3, in <module>', "KeyError: 'label'"]
+    report = explain_lines([*raised, *raised, *raised, exited, "Failures:", *table])
+    assert report.culprits == () and "which rank raised is not told: KeyError: 'label'" in report.reason
+    assert "cause not shown" in explain_lines([exited, "Failures:", *table]).reason
