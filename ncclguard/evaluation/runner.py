@@ -173,7 +173,15 @@ def check_batch_size(owner: Any, batch_size: BatchSize, function: str) -> None:
         hint = meant(error.name or "", dir(error.obj), "{!r}") or tr(
             "give a dotted attribute of its object, or a callable"
         )
-        raise GuardConfigError(f"{what} names nothing: {error}; {hint}") from None
+        text = told(
+            "{what} names nothing: the object that the method belongs to, or else the first argument, has no attribute "
+            "{name} (it is of type {kind}); {hint}",
+            what=what,
+            name=repr(error.name),
+            kind=type(error.obj).__name__,
+            hint=hint,
+        )
+        raise GuardConfigError(text) from None
     try:
         check_divisible(value)
     except TypeError as error:
