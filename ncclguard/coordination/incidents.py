@@ -457,7 +457,7 @@ def _share_gpu(reports: Mapping[int, Report]) -> bool:
 #: The end of the text of a collective of torch's own, which no other one of its group has.
 _NUMBERED = re.compile(r", number \d+\)$")
 #: What the calls of an evaluation are called: its label, and the try.
-_TRY = re.compile(r"='(evaluation .*), (?:beginning of )?try (\d+)'")
+_TRY = re.compile(r"='(evaluation .*), (?:(?:beginning|end) of )?try (\d+)'")
 
 
 #: A frame of a collective of torch, and of what makes or ends groups.

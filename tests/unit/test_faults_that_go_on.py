@@ -78,14 +78,15 @@ def test_a_rank_that_is_lost_is_lost_once_in_a_session() -> None:
     assert not goes_on(incident(Cause.LATE, late(1, cause=Cause.LATE)), lost(1))
 
 
-def in_try(number: int, line: int = 4, step: int = 5) -> Incident:
-    text = f"all_gather_object(67 bytes, name='evaluation evaluate() at step {step}, beginning of try {number}')"
+def in_try(number: int, line: int = 4, step: int = 5, where: str = "beginning of ") -> Incident:
+    text = f"all_gather_object(67 bytes, name='evaluation evaluate() at step {step}, {where}try {number}')"
     return incident(Cause.LATE, late(1, calls=7 + number, operation=text, stack=(f"eval.py:{line} in evaluate",)))
 
 
 def test_a_rank_late_at_one_place_in_each_try_of_an_evaluation_has_one_fault() -> None:
     """Each try begins with calls of its own, so that the rank has been in guarded ones since."""
     assert goes_on(in_try(1), in_try(2)) and goes_on(in_try(1), in_try(3))
+    assert goes_on(in_try(1, where=""), in_try(2, where="end of "))
     assert not goes_on(in_try(1), in_try(2, line=9)), "another place"
     assert not goes_on(in_try(1), in_try(2, step=6)), "another evaluation"
     assert not goes_on(in_try(2), in_try(1)), "the next evaluation"
