@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ _COLLECTS_WITHIN: Final = sys.version_info[:2] == (3, 11)
 
 # A reader that has the collector switched on again must not do so beneath another one, nor a fork come between.
 _lock = threading.RLock()
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def thread_frames(thread: int) -> list[FrameType]:
@@ -45,6 +43,16 @@ def local_of(frame: FrameType, name: str, default: Any = None) -> Any:
     """Return a local variable of a frame of any thread, or ``default`` where it has none of that name."""
     with _uncollected():
         return frame.f_locals.get(name, default)
+
+
+def hold() -> None:
+    """Wait until no thread reads, and let none begin before `let_go`: `lifecycle` does so around a fork."""
+    _lock.acquire()
+
+
+def let_go() -> None:
+    """Let threads read again, in the process that forked and in the forked one."""
+    _lock.release()
 
 
 def frames_from(frame: FrameType | None) -> list[FrameType]:

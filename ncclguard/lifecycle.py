@@ -47,6 +47,7 @@ from enum import IntEnum
 from types import FrameType, TracebackType
 from typing import Final
 
+from ncclguard import frames
 from ncclguard.incident.stacks import describe_exception
 from ncclguard_explain.language import tr
 
@@ -147,6 +148,9 @@ os.register_at_fork(
     after_in_parent=lambda: _run(_after_fork),
     after_in_child=lambda: _run(_in_child),
 )
+
+around_fork(frames.hold, frames.let_go)
+in_child(frames.let_go)
 
 # ---------------------------------------------------------------------- SIGTERM
 

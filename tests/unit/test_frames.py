@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -10,6 +12,7 @@ import threading
 
 import pytest
 
+import ncclguard.lifecycle  # noqa: F401 - holds the reader around a fork
 from ncclguard.frames import frames_of_threads, local_of, thread_frames
 
 # Objects whose end lets other threads run are collected as soon as the reader makes a frame: what a program's own
@@ -107,3 +110,28 @@ def test_the_collector_is_left_as_the_program_has_it() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.processes
+def test_a_process_that_is_forked_while_a_thread_reads_can_read_too() -> None:
+    """The lock of the reader stays locked in a child that has not got the reader's thread."""
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            frames_of_threads()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        codes = []
+        for _ in range(20):
+            child = os.fork()
+            if not child:
+                signal.alarm(20)
+                os._exit(0 if gc.isenabled() and frames_of_threads() else 1)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    finally:
+        stop.set()
+        reader.join()
+    assert codes == [0] * 20
