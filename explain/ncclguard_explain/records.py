@@ -1155,7 +1155,7 @@ class Scanner:
             return end, []
         if any(map(_FOUND.match, lines[first : last + 1])) and _is_found(buffer[max(0, start - 8192) : end]):
             return end, []
-        if _PASSES.match(lines[at]):
+        if ("=0" in lines[at] or "PASS" in lines[at]) and len(lines[at]) < 1000 and _PASSES.match(lines[at]):
             return end, []
         records = []
         parts = pieces(line.text)
