@@ -344,12 +344,8 @@ def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], 
 
 
 def _assignment(text: str) -> tuple[str, float | None]:
-    name, equals, value = text.partition("=")
-    if name in SETTINGS and not value:
-        raise ValueError(
-            told("{setting} has no number: write for example {name}=900, or {name}=none", setting=repr(text), name=name)
-        )
-    if not equals or name not in SETTINGS:
+    name, _, value = text.partition("=")
+    if name not in SETTINGS:
         raise ValueError(
             told(
                 "{setting} cannot be set in a running job: write NAME=VALUE, with one of {some}",
