@@ -94,6 +94,8 @@ def summarise(
         advice = _ENDED
     elif _share_gpu(reports):
         advice = _ONE_GPU
+    elif _ended_nevertheless(verdict, entered, state.guarded):
+        advice = _ENDED_NEVERTHELESS
     else:
         advice = _advice(verdict.cause, state, text, resumed, told)
     incident = Incident(
@@ -136,6 +138,12 @@ def summarise(
     incident = incident.model_copy(update={"repeats": first, "advice": advice})
     fields = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
     return json.dumps({"schema_version": incident.schema_version, **fields}, separators=(",", ":"))
+
+
+def _ended_nevertheless(verdict: Verdict, entered: Collection[Report], guarded: bool) -> bool:
+    """Return whether ranks that called different collectives of torch's own were all given something by them."""
+    ended = all(report.phase is Phase.DONE for report in entered)
+    return verdict.cause is Cause.DIVERGED and not guarded and bool(entered) and ended
 
 
 def _is_sequel(known: Incident, later: Incident, guarded: bool, sent_away: bool) -> bool:
@@ -426,6 +434,11 @@ def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> 
 
 
 #: What to do where all ranks were ended from outside.
+_ENDED_NEVERTHELESS = tr(
+    "What it has given is not to be trusted on any rank, nor what was computed from it since: go on from a checkpoint of "
+    "before it. Compare what the ranks called: a branch, a batch count, a shape or a dtype depends on the rank. Make it "
+    "equal, or agree on it first."
+)
 _ENDED = tr(
     "See why the job was ended: its launcher's or scheduler's log tells who did (a time limit, a cancelled job, another "
     "worker that failed). No rank of it is to blame."
@@ -668,6 +681,9 @@ def _summary(
     operation = text or tr("operation")
     # What is only watched goes on, and may complete.
     failed = tr("{operation} stood still for {seconds:.3g} s", operation=operation, seconds=waited)
+    entered = [r for r in reports.values() if r.operation is not None and r.operation.sequence == verdict.sequence]
+    if _ended_nevertheless(verdict, entered, guarded):
+        failed = tr("{operation} has ended, and not all ranks called the same", operation=operation)
     if guarded:
         failed = tr("{operation} failed after {seconds:.3g} s", operation=operation, seconds=waited)
     because = (

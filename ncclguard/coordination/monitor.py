@@ -92,7 +92,8 @@ class Monitor:
         self.session_ready = threading.Event()
         self.nonce = ""
         self.on_step: Callable[[float, AgreementStore], None] | None = None  # done in every step of the monitor
-        self.on_slow: Callable[[dict[str, Any]], None] | None = None  # given what the judging rank says of slow ranks
+        #: Functions that are given the entries of the job's log, by kind, which this module does not know.
+        self.hearers: dict[str, Callable[[dict[str, Any]], None]] = {}
         self.above_sessions: Callable[[float, AgreementStore], None] | None = (
             None  # also, with the store of all sessions
         )
@@ -504,8 +505,8 @@ class Monitor:
             self.envelopes.hear(str(entry["box"]))
         elif entry["kind"] == NON_FINITE:
             self.nonfinite.hear(entry)
-        elif entry["kind"] == "slow" and self.on_slow is not None:
-            self.on_slow(entry)
+        elif (hear := self.hearers.get(str(entry["kind"]))) is not None:
+            hear(entry)
 
     # ------------------------------------------------------------------ departures
 

@@ -128,24 +128,34 @@ def _dumped(watched: Watched | None) -> dict[str, Any] | None:
     if watched is None:
         return None
     said = {
-        "waits": [[*dataclasses.astuple(w)[:1], ranges(w.members), *dataclasses.astuple(w)[2:]] for w in watched.waits],
+        "waits": _dumped_waits(watched.waits),
         "done": dict(watched.done),
         "issued": dict(watched.issued),
         "recent": [dataclasses.astuple(one) for one in watched.recent],
         "limit": watched.limit,
+        "compared": _dumped_waits(watched.compared),
     }
     return {name: value for name, value in said.items() if value}
+
+
+def _dumped_waits(waits: Iterable[Waiting]) -> list[list[Any]]:
+    return [[one.channel, ranges(one.members), *dataclasses.astuple(one)[2:]] for one in waits]
+
+
+def _loaded_waits(said: Iterable[Sequence[Any]]) -> tuple[Waiting, ...]:
+    return tuple(Waiting(one[0], ranks_of(one[1]), *one[2:]) for one in said)
 
 
 def _loaded(said: dict[str, Any] | None) -> Watched | None:
     if said is None:
         return None
     return Watched(
-        waits=tuple(Waiting(w[0], ranks_of(w[1]), *w[2:]) for w in said.get("waits", ())),
+        waits=_loaded_waits(said.get("waits", ())),
         done=said.get("done", {}),
         issued=said.get("issued", {}),
         recent=tuple(Issued(*one) for one in said.get("recent", ())),
         limit=said.get("limit"),
+        compared=_loaded_waits(said.get("compared", ())),
     )
 
 

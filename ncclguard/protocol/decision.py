@@ -133,6 +133,7 @@ class Watched:
 
     By channel: `done`, the number up to which all have ended; `issued`, that of the last one. `recent`: the last that
     were issued in any group, ended or not, the latest last. `limit`: seconds of the oldest that is pending.
+    `compared`: those that the ranks are asked about because they differ, mostly ended.
     """
 
     waits: tuple[Waiting, ...] = ()
@@ -140,6 +141,7 @@ class Watched:
     issued: Mapping[str, int] = field(default_factory=dict)
     recent: tuple[Issued, ...] = ()
     limit: float | None = None
+    compared: tuple[Waiting, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

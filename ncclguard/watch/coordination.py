@@ -42,7 +42,7 @@ from ncclguard.protocol.decision import (
 )
 from ncclguard.protocol.member import Member
 from ncclguard.watch.judge import MESSAGE, STARTED, analyse, expired, has_issued, is_consequence, verdict_of
-from ncclguard.watch.recorder import Observation, Pending, Recorder
+from ncclguard.watch.recorder import Calls, Observation, Pending, Recorder
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import joined, received, told, tr
 from ncclguard_explain.ranks import SHOWN_GROUPS, ranks_text
@@ -64,6 +64,7 @@ class WatchState(GroupState):
         self.reading = threading.Lock()
         self.observation = Observation()
         self.broken = ""  # an exception of a broken collective that nobody caught, in words
+        self.differing: tuple[str, int] | None = None  # channel and number of a call that the ranks are asked about
         self._limit: Callable[[Pending], float] | None = None
         self.asked: float = 0.0  # time.monotonic() when somebody last asked who is awaited
         self.verdicts: deque[Verdict] = deque()
@@ -103,6 +104,11 @@ class WatchState(GroupState):
             self.observation = observation
             return observation
 
+    def calls(self) -> dict[str, Calls]:
+        """Read what each group has called, as far as the recorder remembers; any thread."""
+        with self.reading:
+            return self.recorder.calls()
+
     def began(self, pending: Pending, since: float) -> None:
         """A collective is known to have been the oldest pending one since a time before it was first read."""
         with self.reading:
@@ -134,7 +140,14 @@ class WatchState(GroupState):
 
     def answer(self) -> Report:
         self.settled.clear()
-        return self._with_evidence(super().answer())
+        report = self._with_evidence(super().answer())
+        if self.differing is None or report.watched is None:
+            return report
+        channel, sequence = self.differing
+        own = self.calls().get(channel)
+        called = None if own is None else own.pending(sequence)
+        compared = () if called is None else (_waiting(called, 0.0),)
+        return replace(report, watched=replace(report.watched, compared=compared))
 
     def glance(self) -> Report:
         self.asked = time.monotonic()
@@ -163,6 +176,7 @@ class WatchState(GroupState):
         with self.condition:
             super().adopt(verdict, donated)
             self.verdicts.append(verdict)
+        self.differing = None
         self.settled.set()
         self._on_verdict()
 

@@ -101,6 +101,11 @@ def analyse(
     if mismatch:
         channel, odd, sides = mismatch
         return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
+    differing = None if overdue else _differing(reports)
+    if differing:
+        channel, sequence, members, odd, sides = differing
+        ended = {channel: (sequence, members)}
+        return _finding(channel, ended, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
     if overdue:
         found = _missing(stalled, reports, silent, waits)
         if found is not None:
@@ -271,6 +276,28 @@ def _mismatch(
         if sides:
             unknown = sum(rank not in reports and rank not in called for rank in members)
             return channel, odd if 2 * len(sides[0][1]) > len(called) + unknown else (), sides
+    return None
+
+
+def _differing(
+    reports: Mapping[int, Report],
+) -> tuple[str, int, tuple[int, ...], tuple[int, ...], Sides] | None:
+    """Return the collective that the ranks are asked about, its members, who is odd, and the sides.
+
+    It has ended, so nobody waits in it. A majority must be one with all of whom it is not known against it.
+    """
+    said = {rank: one for rank, report in reports.items() if report.watched for one in report.watched.compared}
+    for place in sorted({(one.channel, one.sequence) for one in said.values()}):
+        here = {rank: one for rank, one in said.items() if (one.channel, one.sequence) == place}
+        called = {
+            rank: Report(rank=rank, generation=0, operation=Operation(one.sequence, one.fingerprint, one.text))
+            for rank, one in here.items()
+        }
+        odd, sides = divergence(called)
+        if sides:
+            members = next(iter(here.values())).members
+            most = 2 * len(sides[0][1]) > len(members)
+            return *place, members, odd if most else (), sides
     return None
 
 
@@ -462,6 +489,12 @@ def _project(
     for rank, report in reports.items():
         wait = next((wait for wait in waits[rank] if wait.channel == channel), None)
         elsewhere = _elsewhere(report, waits[rank], channel)
+        compared = () if report.watched is None else report.watched.compared
+        called = next((one for one in compared if (one.channel, one.sequence) == (channel, sequence)), None)
+        if wait is None and called is not None:
+            operation = Operation(sequence, called.fingerprint, called.text)
+            found[rank] = replace(report, operation=operation, phase=Phase.DONE, done=sequence, elsewhere="")
+            continue
         if wait is None:
             done = _done(report, channel)
             found[rank] = replace(report, operation=None, phase=Phase.NONE, done=done or 0, elsewhere=elsewhere)

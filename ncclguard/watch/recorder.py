@@ -9,7 +9,8 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from ncclguard.watch.monitored_barriers import MonitoredBarrier, monitored_barri
 from ncclguard.watch.point_to_point import Transfer, transfers
 
 #: Operations of which the inputs must have equal sizes and dtypes on all ranks: where a list of tensors is not even,
-#: torch records another name. Of `_EQUAL_TYPES` the dtypes must be equal; of the others only the name is compared.
+#: torch records another name. Of `_EQUAL_SUMS` the sizes are added up; of `_EQUAL_TYPES` the dtypes must be equal; of the
+#: others only the name is compared.
 _EQUAL_SIZES: Final = frozenset(
     {
         "all_reduce",
@@ -30,14 +32,14 @@ _EQUAL_SIZES: Final = frozenset(
         "broadcast",
         "reduce",
         "all_gather",
-        "_all_gather_base",
         "all_gather_into_tensor_coalesced",
-        "reduce_scatter",
-        "_reduce_scatter_base",
         "reduce_scatter_tensor_coalesced",
     }
 )
+_EQUAL_SUMS: Final = frozenset({"reduce_scatter"})
 _EQUAL_TYPES: Final = frozenset({"all_to_all", "gather"})
+#: Two functions of torch for one operation, with a list of tensors or with one of all: these fit each other.
+_ONE_OPERATION: Final = {"_all_gather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter"}
 #: Collectives of which a rank says what they were after they have ended: a mismatch
 #: may end on some ranks, with rubbish.
 RECENT: Final = 8
@@ -77,6 +79,42 @@ class Observation:
     def latest(self) -> Pending | None:
         """The last collective issued in any group, ended or not."""
         return self.recent[-1] if self.recent else None
+
+
+class Calls:
+    """The collectives of one channel that a recorder still has whole, ended or not, by their numbers.
+
+    What is issued together is recorded one by one under one number: of the first it may have forgotten some, and of the
+    last NCCL may be about to record more.
+    """
+
+    def __init__(self, channel: str, ranks: tuple[int, ...], entries: Iterable[dict[str, Any]], recorder: str) -> None:
+        self.ranks = ranks
+        self._channel, self._recorder = channel, recorder
+        self._entries: dict[int, list[dict[str, Any]]] = {}
+        for entry in entries:
+            self._entries.setdefault(int(entry["collective_seq_id"]), []).append(entry)
+        if min(self._entries, default=1) > 1:
+            del self._entries[min(self._entries)]
+        if recorder != "gloo":
+            self._entries.pop(self.last, None)
+
+    @property
+    def last(self) -> int:
+        """The number of the last one, 0 for none."""
+        return max(self._entries, default=0)
+
+    def fingerprint(self, sequence: int) -> int:
+        """Return what must be equal on all ranks, in 63 bits; 0 where it is not known."""
+        return _digest(tuple(_compared(entry) for entry in self._entries.get(sequence, ())))
+
+    def pending(self, sequence: int) -> Pending | None:
+        """Return one of them in full."""
+        entries = self._entries.get(sequence)
+        if not entries:
+            return None
+        first = _pending(self._channel, self.ranks, entries[0], self._recorder)
+        return replace(first, fingerprint=self.fingerprint(sequence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +254,21 @@ class Recorder:
             with contextlib.suppress(ValueError):  # its group was destroyed meanwhile
                 latest = (*latest, _entered(failed))
         return Observation(tuple(pending), issued, done, latest, message, threads)
+
+    def calls(self) -> dict[str, Calls]:
+        """Return what the recorders have of each group, but for those whose own backend compares its calls.
+
+        It takes as long as `observe`.
+        """
+        self._learn_groups()
+        found = {}
+        for recorder in self._recorders:
+            entries, _ = _by_group((torch_compat.recorder_dump(recorder, entries=True) or {}).get("entries", ()))
+            for channel, own in self._channels.items():
+                compares_itself = hasattr(own.group, "has_reached")
+                if own.recorder == recorder and channel not in self._blind and not compares_itself:
+                    found[channel] = Calls(channel, own.ranks, entries.get(own.name, ()), recorder)
+        return found
 
     def _learn_groups(self) -> None:
         groups = tuple(_told_apart(group) for group in torch_compat.known_groups())
@@ -423,19 +476,12 @@ def _waited_for(transfer: Transfer, thread: int) -> Pending:
 
 
 def _pending(channel: str, ranks: tuple[int, ...], entry: dict[str, Any], recorder: str) -> Pending:
-    name = _name(entry)
-    sizes, types = entry.get("input_sizes", []), entry.get("input_dtypes", [])
-    compared: tuple[object, ...] = (name,)
-    if name in _EQUAL_SIZES:
-        compared = name, [_numel(size) for size in sizes], types
-    elif name in _EQUAL_TYPES:
-        compared = name, sorted(set(types))
-    digest = hashlib.blake2b(repr(compared).encode(), digest_size=8).digest()
+    sizes = entry.get("input_sizes", [])
     return Pending(
         channel=channel,
         ranks=ranks,
         sequence=int(entry["collective_seq_id"]),
-        fingerprint=int.from_bytes(digest, "big") >> 1 or 1,
+        fingerprint=_digest((_compared(entry),)),
         text=_text(entry),
         numel=max((_numel(size) for size in (*sizes, *entry.get("output_sizes", []))), default=0),
         thread=int(entry.get("thread_id") or 0),
@@ -443,6 +489,24 @@ def _pending(channel: str, ranks: tuple[int, ...], entry: dict[str, Any], record
         issued=int(entry.get("time_created_ns") or 0),
         started=entry.get("state") == "started",
     )
+
+
+def _compared(entry: dict[str, Any]) -> tuple[object, ...]:
+    """Return what must be equal on all ranks."""
+    name = _ONE_OPERATION.get(_name(entry), _name(entry))
+    types, numels = entry.get("input_dtypes", []), [_numel(size) for size in entry.get("input_sizes", [])]
+    if name in _EQUAL_SUMS:
+        return name, sum(numels), *sorted(set(types))
+    if name in _EQUAL_SIZES:
+        return name, *numels, *types
+    return (name, *sorted(set(types))) if name in _EQUAL_TYPES else (name,)
+
+
+@lru_cache(maxsize=4096)
+def _digest(compared: tuple[object, ...]) -> int:
+    """Return 63 bits, 0 for nothing."""
+    digest = hashlib.blake2b(repr(compared).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 1 or 1) if compared else 0
 
 
 def _name(entry: dict[str, Any]) -> str:

@@ -42,6 +42,7 @@ from ncclguard.outcome import of_incident
 from ncclguard.phases import phases_of, resolve_timeout
 from ncclguard.protocol.decision import TroubleKind, Verdict
 from ncclguard.spelling import hinted
+from ncclguard.watch.comparison import Comparison
 from ncclguard.watch.coordination import KEY, WatchCoordination, WatchState, open_call
 from ncclguard.watch.judge import BROKEN, is_consequence
 from ncclguard.watch.pace import Sampler, SlowSearch
@@ -298,6 +299,7 @@ class Watcher:
         self._stood = -math.inf  # time.monotonic() when some did last
         self._sampler = Sampler(Recorder(), rank, self._in_guarded_call, self._config.slow_ranks == "watch")
         self._search = SlowSearch(monitor, self._sampler, self._slow_found)
+        self._comparison = Comparison(monitor, state, self._ask, self._wakes)
         self._slow: deque[tuple[SlowRanks | None, int]] = deque()  # findings not told of here yet, and who judged
         self._hide: Callable[[], None] = lambda: None  # from `ncclguard top`
         self._thread = threading.Thread(target=self._run, name="ncclguard-watch", daemon=True)
@@ -310,7 +312,7 @@ class Watcher:
         """Begin."""
         self._state.observe(self._limit, self._wakes)
         self._monitor.on_step = self._step
-        self._monitor.on_slow = self._search.hear
+        self._monitor.hearers |= {"slow": self._search.hear, **self._comparison.hearers}
         if torch_compat.under_detail():
             log.warning(
                 "ncclguard: under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's flight recorder does not say which group a collective "
@@ -330,7 +332,8 @@ class Watcher:
             self._state.settled.wait(LAST_WORDS)
         self._closing = True
         self._hide()
-        self._monitor.on_step = self._monitor.on_slow = None
+        self._monitor.on_step = None
+        self._monitor.hearers.clear()
         self._sampler.close()
         self._wakes()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -443,6 +446,7 @@ class Watcher:
                 self._deliver()
                 self._coordination.overdue(time.monotonic())
                 self._tell_of_slow()
+                self._comparison.read()
                 self._look(time.monotonic())
                 self._go_alone(time.monotonic())
                 self._callbacks.warn(time.monotonic())
@@ -471,6 +475,7 @@ class Watcher:
         """In the monitor's thread."""
         self._coordination.step(now, store)
         self._search.step(now, store, self._state.member.participants)
+        self._comparison.step(now, store)
 
     def _slow_found(self, slow: SlowRanks | None, by: int) -> None:
         """In the monitor's thread."""

@@ -137,3 +137,38 @@ def test_sizes_and_dtypes_are_compared_where_they_have_to_be_alike(name: str) ->
 def test_sizes_of_an_all_to_all_may_differ_and_dtypes_may_not() -> None:
     assert fingerprint("all_to_all") == fingerprint("all_to_all", sizes=((7,),))
     assert fingerprint("all_to_all") != fingerprint("all_to_all", types=("Int",))
+
+
+def test_calls_that_were_issued_together_are_compared_as_one_and_only_where_all_of_them_are_known() -> None:
+    """A recorder that forgets its oldest entries has the end of a call only, and one at work the beginning."""
+    parts = [entry("allreduce_coalesced", 4), entry("allreduce_coalesced", 4, sizes=[[7]]), entry("coalesced", 4)]
+    around = [entry("all_reduce", 3), *parts, entry("all_reduce", 5), entry("all_reduce", 6)]
+
+    def calls(entries: list[dict[str, Any]], kind: str = "nccl") -> recorder.Calls:
+        return recorder.Calls("0:nccl", (0, 1), entries, kind)
+
+    whole, cut = calls(around), calls(around[2:])
+    assert (whole.fingerprint(3), whole.fingerprint(6), cut.fingerprint(4)) == (0, 0, 0)
+    assert whole.fingerprint(4) not in (0, cut.fingerprint(5))
+    assert whole.fingerprint(5) == cut.fingerprint(5) == fingerprint("all_reduce")
+    assert (whole.last, calls(around, "gloo").last, calls([]).last) == (5, 6, 0)
+    together = whole.pending(4)
+    assert together is not None and together.fingerprint == whole.fingerprint(4) != fingerprint("allreduce_coalesced")
+    assert whole.pending(7) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "fits"),
+    [
+        (("all_gather", [[6]]), ("_all_gather_base", [[2, 3]]), True),
+        (("reduce_scatter", [[2], [2], [2]]), ("_reduce_scatter_base", [[6]]), True),
+        (("reduce_scatter", [[2], [2], [3]]), ("_reduce_scatter_base", [[6]]), False),
+        (("all_gather", [[6]]), ("_all_gather_base", [[7]]), False),
+        (("all_gather", [[6]]), ("all_reduce", [[6]]), False),
+        (("all_reduce_barrier", [[1]]), ("all_reduce", [[1]]), False),
+    ],
+)
+def test_two_functions_for_one_operation_fit_each_other(one: tuple[str, Any], other: tuple[str, Any], fits: bool) -> None:
+    """A list of tensors, or one tensor of all: NCCL and gloo do the same."""
+    marks = [fingerprint(name, sizes=sizes) for name, sizes in (one, other)]
+    assert (marks[0] == marks[1]) is fits

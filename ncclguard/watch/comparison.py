@@ -1,0 +1,176 @@
+"""What the ranks have called, compared although nothing stands still: what differs may have ended, with wrong values.
+
+NCCL ends collectives of different sizes, and gloo those of dtypes with as many bytes. Now and then the first rank asks:
+then each reads torch's flight recorder once, the first rank of each group writes down what it has called last, and the
+others compare theirs with that. Where they differ, all ranks are asked about that one call, and agree on who is odd.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ncclguard import torch_compat
+from ncclguard.coordination.monitor import Monitor
+from ncclguard.coordination.store import AgreementStore, HighWaterMarks
+from ncclguard.protocol import codec
+from ncclguard.protocol.decision import TroubleKind
+from ncclguard.watch.coordination import KEY, WatchState
+from ncclguard.watch.recorder import Calls
+from ncclguard_explain.language import tr
+
+#: Seconds between two comparisons, at first and at most; each time twice as many, where something was called since.
+FIRST: Final = 1.0
+LONGEST: Final = 60.0
+#: A reading may take this part of the time, at most.
+SHARE: Final = 0.001
+#: Collectives of a group that its first rank writes down, the last ones. The ranks read at slightly different moments.
+LAST: Final = 512
+#: Seconds between two looks for what a first rank writes, and those after which it is looked for no more.
+AGAIN: Final = 0.5
+WITHIN: Final = 10.0
+
+_COMPARE: Final = "compare"
+_DIFFERS: Final = "differs"
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What this rank has called, for the comparison of this `number`; `open` are the channels not compared yet."""
+
+    number: int
+    calls: dict[str, Calls]
+    open: set[str]
+    since: float
+    due: float
+
+
+class Comparison:
+    """`read` is called by the watcher's thread, all else by the monitor's."""
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        state: WatchState,
+        ask: Callable[[TroubleKind, str], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._monitor, self._state, self._ask, self._wake = monitor, state, ask, wake
+        self._marks = HighWaterMarks()
+        self._issued = 0  # collectives, when they were last compared
+        self._interval = FIRST
+        self._due = time.monotonic() + FIRST
+        self._wanted = self._begun = 0  # numbers of comparisons: the last asked for, and the last read for
+        self._took = 0.0  # seconds of the last reading
+        self._reading: _Reading | None = None
+        self._told: set[str] = set()  # channels of which it is known that they differ
+
+    @property
+    def hearers(self) -> dict[str, Callable[[dict[str, Any]], None]]:
+        """The functions that take entries of the job's log, by kind."""
+        return {_COMPARE: self._hear_compare, _DIFFERS: self._hear_differs}
+
+    def read(self) -> None:
+        """Read the recorder, where that is asked for."""
+        wanted = self._wanted
+        if wanted == self._begun or torch_compat.under_detail():  # the recorder mixes the groups up there
+            return
+        began = time.monotonic()
+        calls = self._state.calls()
+        now = time.monotonic()
+        self._begun, self._took = wanted, now - began
+        self._reading = _Reading(wanted, calls, calls.keys() - self._told, now, now + AGAIN)
+        self._monitor.wake()
+
+    def step(self, now: float, store: AgreementStore) -> None:
+        """Ask where it is time, write what this rank has called, and compare with what the others have."""
+        if now >= self._due:
+            self._ask_all(now)
+        reading = self._reading
+        if reading is None:
+            return
+        for channel in sorted(reading.open):
+            calls = reading.calls[channel]
+            if calls.ranks[0] == self._monitor.rank:
+                store.put(_key(channel, calls), _written(reading.number, calls))
+                reading.open.discard(channel)
+        if reading.open and now >= reading.due:
+            reading.due = now + AGAIN
+            self._compare(reading, store)
+        if not reading.open or now - reading.since > WITHIN:
+            self._reading = None
+
+    def _ask_all(self, now: float) -> None:
+        self._due = now + FIRST
+        issued = sum(self._state.recorder.issued().values())
+        if issued == self._issued or self._state.member.frozen:
+            return
+        gone = self._monitor.read_departures()
+        ranks = [rank for rank in self._state.member.participants if rank not in gone]
+        self._issued = issued
+        self._due = now + max(self._interval, self._took / SHARE)
+        self._interval = min(2 * self._interval, LONGEST)
+        if self._monitor.rank == ranks[0]:
+            self._monitor.post({"kind": _COMPARE, "members": ranks, "number": self._wanted + 1})
+
+    def _compare(self, reading: _Reading, store: AgreementStore) -> None:
+        keys = {_key(channel, reading.calls[channel]): channel for channel in sorted(reading.open)}
+        for key, text in store.read_many(list(keys)).items():
+            number, ranks, first, marks = json.loads(text)
+            channel = keys[key]
+            calls = reading.calls[channel]
+            if number != reading.number:
+                continue
+            reading.open.discard(channel)
+            different = _first_different(calls, first, marks) if codec.ranks_of(ranks) == calls.ranks else None
+            if different is not None and channel not in self._told:
+                place = (self._state.member.generation, number)
+                own = self._monitor.rank
+                if self._marks.enter(store, f"{key}/{_DIFFERS}", place, [own]) == [own]:
+                    entry = {"channel": channel, "sequence": different, "by": own}
+                    self._monitor.post({"kind": _DIFFERS, "members": list(calls.ranks), **entry})
+
+    def _hear_compare(self, entry: Mapping[str, Any]) -> None:
+        self._wanted = int(entry["number"])
+        self._wake()
+
+    def _hear_differs(self, entry: Mapping[str, Any]) -> None:
+        """Be ready to say what this rank called there; who found it asks, behind this in the job's log."""
+        channel, sequence = str(entry["channel"]), int(entry["sequence"])
+        self._told.add(channel)
+        self._state.differing = channel, sequence
+        if entry["by"] == self._monitor.rank:
+            text = tr(
+                "collective {number} of group {group} is not the same on all ranks", number=sequence, group=channel
+            )
+            self._ask(TroubleKind.MISMATCH, text)
+
+
+def _key(channel: str, calls: Calls) -> str:
+    """Of the first rank's entry; groups of equal name may have different members."""
+    return f"{KEY}/calls/{channel}/{calls.ranks[0]}"
+
+
+def _written(number: int, calls: Calls) -> str:
+    """The last calls of a group, 16 bits of each fingerprint."""
+    first = max(1, calls.last - LAST + 1)
+    marks = [_mark(calls, sequence) for sequence in range(first, calls.last + 1)]
+    return json.dumps([number, codec.ranges(calls.ranks), first, "".join(marks)])
+
+
+def _mark(calls: Calls, sequence: int) -> str:
+    return f"{calls.fingerprint(sequence) & 0xFFFF:04x}"
+
+
+def _first_different(calls: Calls, first: int, marks: str) -> int | None:
+    """Return the lowest number under which both have called something, and not the same."""
+    unknown = f"{0:04x}"
+    for sequence in range(first, first + len(marks) // 4):
+        at = 4 * (sequence - first)
+        own, other = _mark(calls, sequence), marks[at : at + 4]
+        if own != other and unknown not in (own, other):
+            return sequence
+    return None

@@ -1,0 +1,134 @@
+"""`ncclguard.watch` compares what the ranks have called, also where nothing stands still: gloo ends what does not fit."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import ncclguard as ng
+from ncclguard import faults
+from ncclguard.engine import runtime
+
+#: torch 2.8 and later; without it a collective has a number and no name, and nothing can be compared.
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
+    reason="this torch does not record gloo's collectives",
+)
+
+RANKS = 4
+STEPS = 140
+FROM = 20
+
+
+def watched() -> tuple[Any, list[str]]:
+    """Watch from the start on; the texts of the incidents are kept."""
+    os.environ["NCCLGUARD_REPORT_DIR"] = "none"
+    found: list[str] = []
+    handle = ng.watch(timeout=60, on_incident=lambda incident: found.append(incident.to_json()))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=90))
+    return handle, found
+
+
+def compared() -> int:
+    """Count the comparisons that this rank has read its calls for."""
+    watcher: Any = runtime.current().watcher
+    return int(watcher._comparison._begun)
+
+
+def reduces_integers(odd: list[int], members: list[int] | None) -> None:
+    """From one step on, some ranks reduce int32 where the others reduce float32: as many bytes, and wrong sums."""
+    handle, found = watched()
+    rank = dist.get_rank()
+    group = None if members is None else dist.new_group(members)
+    for step in range(STEPS):
+        dtype = torch.int32 if rank in odd and step >= FROM else torch.float32
+        if members is None or rank in members:
+            dist.all_reduce(torch.ones(4, dtype=dtype), group=group)
+        dist.barrier()
+        time.sleep(0.03)
+    enough = compared()
+    ng.safe_barrier(timeout=60).raise_if_failed()
+    faults.report(incidents=found, told=len(handle.incidents), compared=enough)
+
+
+@pytest.mark.parametrize(
+    ("odd", "members", "named"),
+    [([1], None, (1,)), ([0], None, (0,)), ([0, 1], None, ()), ([3], [1, 2, 3], (3,))],
+    ids=["a rank", "the first rank", "two against two", "in a group of three"],
+)
+def test_a_mismatch_with_which_nothing_stands_still_is_told_once_on_all_ranks(
+    odd: list[int], members: list[int] | None, named: tuple[int, ...]
+) -> None:
+    """The job ends well, so without the comparison nobody hears of it."""
+    result = faults.run_ranks(reduces_integers, RANKS, args=[odd, members], timeout=120)
+    said = [result[rank].reports for rank in range(RANKS)]
+    assert [(one["told"], len(one["incidents"])) for one in said] == [(1, 1)] * RANKS, str(result)
+    assert {one["incidents"][0] for one in said} == {said[0]["incidents"][0]}
+    assert min(one["compared"] for one in said) >= 2, "the same mismatch is seen in each, and told in one"
+    incident = ng.Incident.from_json(said[0]["incidents"][0])
+    assert (str(incident.cause), incident.culprits, incident.agreed) == ("diverged", named, True), incident
+    assert sorted(rank for _, ranks in incident.sides for rank in ranks) == (members or [*range(RANKS)])
+    assert {text.split("[")[0] for text, _ in incident.sides} == {"all_reduce(Float ", "all_reduce(Int "}
+    assert "has ended, and not all ranks called the same" in incident.summary
+    assert "not to be trusted" in incident.advice
+
+
+def calls_what_it_may() -> None:
+    """Each kind of collective, with sizes, sources, messages and groups that rightly depend on the rank."""
+    warnings.simplefilter("ignore")
+    handle, _ = watched()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2, 3]), dist.new_group([3, 1])]
+    own = [group for group in groups if dist.get_rank(group) >= 0]
+    model = DistributedDataParallel(torch.nn.Linear(8, 8), find_unused_parameters=True)
+    given, taken = [rank + other for other in range(ranks)], [rank + other for other in range(ranks)]
+    going, end = torch.ones(1), time.monotonic() + 8
+    while going.item():
+        dist.all_reduce(torch.ones(2, 2) if rank else torch.ones(4))
+        dist.broadcast(torch.ones(3), src=1)
+        dist.reduce(torch.ones(3), dst=2)
+        dist.all_gather([torch.empty(5) for _ in range(ranks)], torch.ones(5))
+        dist.all_gather_object([None] * ranks, "x" * (rank + 1))
+        dist.gather_object({rank: "y" * rank}, [None] * ranks if rank == 1 else None, dst=1)
+        dist.broadcast_object_list([rank, "z" * rank], src=0)
+        dist.gather(torch.ones(2), [torch.empty(2) for _ in range(ranks)] if rank == 0 else None, dst=0)
+        dist.scatter(torch.empty(2), [torch.ones(2) for _ in range(ranks)] if rank == 2 else None, src=2)
+        dist.all_to_all_single(torch.empty(sum(taken)), torch.ones(sum(given)), taken, given)
+        dist.reduce_scatter(torch.empty(2), [torch.ones(2) for _ in range(ranks)])
+        dist.all_reduce(torch.sparse_coo_tensor([[0] * (rank + 1)], torch.ones(rank + 1), (4,)))
+        dist.monitored_barrier()
+        if rank == 0:
+            dist.send(torch.ones(3), 1)
+            dist.send(torch.ones(3), 1, tag=4)
+        if rank == 1:
+            dist.recv(torch.empty(3), 0)
+            dist.recv(torch.empty(3), 0, tag=4)
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(2), 2)])[0].wait()
+        if rank == 2:
+            dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.empty(2), 1)])[0].wait()
+        for group in own:
+            dist.all_reduce(torch.ones(3, dtype=torch.int64), group=group)
+        with Join([model]):  # the ranks have unlike numbers of batches
+            for _ in range(rank + 1):
+                model(torch.ones(1, 8)).sum().backward()
+        ng.safe_all_reduce(torch.ones(2)).raise_if_failed()
+        going.fill_(float(time.monotonic() < end))
+        dist.broadcast(going, src=0)
+    faults.report(incidents=[str(one) for one in handle.incidents], compared=compared())
+
+
+def test_nobody_is_named_where_all_ranks_call_what_they_may() -> None:
+    """Several comparisons, and no incident."""
+    result = faults.run_ranks(calls_what_it_may, RANKS, timeout=120)
+    for rank in range(RANKS):
+        assert result[rank].reports["incidents"] == [], str(result)
+        assert result[rank].reports["compared"] >= 2, str(result)
