@@ -40,7 +40,9 @@ def called(*types: str, first: int = 1) -> Calls:
         (called("Float"), called(), None),
     ],
 )
-def test_the_first_call_is_found_that_both_know_and_that_differs(own: Calls, other: Calls, different: int | None) -> None:
+def test_the_first_call_is_found_that_both_know_and_that_differs(
+    own: Calls, other: Calls, different: int | None
+) -> None:
     number, ranks, first, marks = json.loads(comparison._written(3, other))
     assert (number, ranks) == (3, "0-1")
     assert comparison._first_different(own, first, marks) == different

@@ -442,7 +442,11 @@ def test_a_rank_that_makes_a_group_waits_for_others_and_is_not_named() -> None:
     ("calls", "named", "count"),
     [
         ({0: "float", 1: "int", 2: "float", 3: "float"}, {1}, 2),
-        ({0: "int", 1: "float", 2: "float"}, set(), 2),  # rank 3, of which it is not known, may have been on either side
+        (
+            {0: "int", 1: "float", 2: "float"},
+            set(),
+            2,
+        ),  # rank 3, of which it is not known, may have been on either side
         ({0: "int", 1: "float", 2: "int", 3: "float"}, set(), 2),
         ({0: "int", 1: "float"}, set(), 2),
         ({1: "float", 2: "float", 3: "float"}, set(), 0),
@@ -459,7 +463,9 @@ def test_of_what_has_ended_the_odd_ones_are_named_by_a_majority_of_all(
         kind = calls.get(rank)
         assert report.watched is not None
         asked = () if kind is None else (Waiting("0:gloo", WORLD, 21, hash(kind) | 1, f"all_reduce({kind})", 0.0),)
-        reports.append(codec.loads_report(codec.dumps(replace(report, watched=replace(report.watched, compared=asked)))))
+        reports.append(
+            codec.loads_report(codec.dumps(replace(report, watched=replace(report.watched, compared=asked))))
+        )
     finding = judged(*reports, overdue=False)
     assert (set(finding.causes), len(finding.sides)) == (named, count), finding
     if count:

@@ -168,7 +168,9 @@ def test_calls_that_were_issued_together_are_compared_as_one_and_only_where_all_
         (("all_reduce_barrier", [[1]]), ("all_reduce", [[1]]), False),
     ],
 )
-def test_two_functions_for_one_operation_fit_each_other(one: tuple[str, Any], other: tuple[str, Any], fits: bool) -> None:
+def test_two_functions_for_one_operation_fit_each_other(
+    one: tuple[str, Any], other: tuple[str, Any], fits: bool
+) -> None:
     """A list of tensors, or one tensor of all: NCCL and gloo do the same."""
     marks = [fingerprint(name, sizes=sizes) for name, sizes in (one, other)]
     assert (marks[0] == marks[1]) is fits
