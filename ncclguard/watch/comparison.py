@@ -1,4 +1,4 @@
-"""What the ranks have called, compared although nothing stands still: what differs may have ended, with wrong values.
+"""The comparison of what the ranks have called, although nothing stands still: it may have ended, with wrong values.
 
 NCCL ends collectives of different sizes, and gloo those of dtypes with as many bytes. Now and then the first rank asks:
 then each reads torch's flight recorder once, the first rank of each group writes down what it has called last, and the
@@ -39,7 +39,7 @@ _DIFFERS: Final = "differs"
 
 @dataclass(slots=True)
 class _Reading:
-    """What this rank has called, for the comparison of this `number`; `open` are the channels not compared yet."""
+    """The calls of this rank for the comparison of this `number`; `open`: the channels that are not compared yet."""
 
     number: int
     calls: dict[str, Calls]
@@ -150,7 +150,7 @@ class Comparison:
 
 
 def _key(channel: str, calls: Calls) -> str:
-    """Of the first rank's entry; groups of equal name may have different members."""
+    """Return the key of the first rank's entry; groups of equal name may have different members."""
     return f"{KEY}/calls/{channel}/{calls.ranks[0]}"
 
 

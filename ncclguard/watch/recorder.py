@@ -23,7 +23,7 @@ from ncclguard.watch.monitored_barriers import MonitoredBarrier, monitored_barri
 from ncclguard.watch.point_to_point import Transfer, transfers
 
 #: Operations of which the inputs must have equal sizes and dtypes on all ranks: where a list of tensors is not even,
-#: torch records another name. Of `_EQUAL_SUMS` the sizes are added up, of `_EQUAL_TYPES` the dtypes must be equal, and of
+#: torch records another name. Of `_EQUAL_SUMS` the sizes are added up, of `_EQUAL_TYPES` the dtypes must be equal. Of
 #: the others only the name is compared.
 _EQUAL_SIZES: Final = frozenset(
     {
