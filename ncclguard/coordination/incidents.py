@@ -15,6 +15,7 @@ from ncclguard.coordination.group_state import GroupState, Subject
 from ncclguard.errors import is_repeat
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident, RankReport, State
+from ncclguard.incident.stacks import innermost_of_program
 from ncclguard.protocol.decision import (
     Action,
     Departure,
@@ -86,7 +87,7 @@ def summarise(
     placed = Hosts(hosts, (report.rank for report in said))
     told = model.bounded(said, causes)
     nobody = not causes and not verdict.sides
-    interrupted = nobody and not state.guarded and interrupted_from_outside(reports, departed, silent)
+    interrupted = nobody and interrupted_from_outside(reports, departed, silent)
     outside = interrupted or (nobody and ended_from_outside(reports, departed, silent))
     if interrupted:
         advice: Message | str = _INTERRUPTED
@@ -448,7 +449,8 @@ _ENDED = tr(
 #: What to do where that was Ctrl-C.
 _INTERRUPTED = tr(
     "No rank is blamed, because no limit had passed. If the job hung, see in this report's JSON what a rank that had not "
-    "come was doing, and give `watch()` a shorter `timeout`: the next hang is told before anybody ends it."
+    "come was doing, and give `watch()`, or the guarded call, a shorter `timeout`: the next hang is told before anybody "
+    "ends it."
 )
 
 
@@ -474,6 +476,7 @@ _TRY = re.compile(r"='(evaluation .*), (?:(?:beginning|end) of )?try (\d+)'")
 
 
 #: A frame of a collective of torch, and of what makes or ends groups.
+_OWN_FRAME = re.compile(r"^ncclguard/")
 _TORCHS_OWN = re.compile(r"torch/distributed/distributed_c10d\.py:\d+ in ([a-z]\w*)")
 #: How an exception reads of a rank that had no memory, on the device or on the host.
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|\bMemoryError\b", re.IGNORECASE)
@@ -687,8 +690,7 @@ def _summary(
     if guarded:
         failed = tr("{operation} failed after {seconds:.3g} s", operation=operation, seconds=waited)
     because = (
-        _all_interrupted(causes, reports, departed, silent)
-        or _alone_to_blame(causes, reports, departed, placed)
+        _alone_to_blame(causes, reports, departed, placed)
         or _because(causes, placed)
         or _repeated(reports, departed, placed)
     )
@@ -719,8 +721,9 @@ def _summary(
             "side is a majority.",
             failed=failed,
         )
-    if verdict.cause is Cause.UNKNOWN and not guarded and interrupted_from_outside(reports, departed, silent):
-        return _said_of_interrupted(failed, channel, verdict.sequence, departed, placed)
+    if verdict.cause is Cause.UNKNOWN and interrupted_from_outside(reports, departed, silent):
+        not_come = _not_come(verdict.sequence, reports, departed) if guarded else _not_issued(channel, verdict, departed)
+        return _said_of_interrupted(failed, not_come, departed, placed)
     if verdict.cause is Cause.UNKNOWN and ended_from_outside(reports, departed, silent):
         return tr("{failed}: all ranks were ended from outside, with SIGTERM.", failed=failed)
     if verdict.cause is Cause.DIVERGED and _has_majority(verdict.sides):
@@ -742,18 +745,44 @@ def _summary(
 
 
 def _said_of_interrupted(
-    failed: Message, channel: str, sequence: int, departed: Mapping[int, Departure], placed: Hosts
+    failed: Message, not_come: Sequence[int], departed: Mapping[int, Departure], placed: Hosts
 ) -> Message:
-    """Say also who had not issued what the others waited in: a fact, and before the limit no fault."""
-    issued = {rank: said.watched.issued for rank, said in departed.items() if said.watched is not None}
-    missing = [rank for rank, numbers in issued.items() if numbers.get(channel, sequence) < sequence]
-    if not missing:
+    """Say also who had not come to what the others waited in, and where: a fact, and before the limit no fault."""
+    if not not_come:
         return tr("{failed}: all ranks were ended from outside, with Ctrl-C.", failed=failed)
+    places = {departed[rank].text.partition(" at ")[2] if rank in departed else "" for rank in not_come}
+    place = places.pop() if len(places) == 1 else ""
+    if not place:
+        return tr(
+            "{failed}: all ranks were ended from outside, with Ctrl-C; {ranks} had not come to it.",
+            failed=failed,
+            ranks=placed.text(not_come),
+        )
     return tr(
-        "{failed}: all ranks were ended from outside, with Ctrl-C; {ranks} had not come to it.",
+        "{failed}: all ranks were ended from outside, with Ctrl-C; {ranks} had not come to it, interrupted at {place}.",
         failed=failed,
-        ranks=placed.text(sorted(missing)),
+        ranks=placed.text(not_come),
+        place=place,
     )
+
+
+def _not_issued(channel: str, verdict: Verdict, departed: Mapping[int, Departure]) -> list[int]:
+    """Return the ranks that left and had not issued the collective of torch's own that the verdict is about."""
+    issued = {rank: said.watched.issued for rank, said in departed.items() if said.watched is not None}
+    sequence = verdict.sequence
+    return [rank for rank, numbers in sorted(issued.items()) if numbers.get(channel, sequence) < sequence]
+
+
+def _not_come(sequence: int, reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> list[int]:
+    """Return the ranks that had not entered a guarded operation; one that left says so by where it was interrupted."""
+
+    def was_elsewhere(left: Departure) -> bool:
+        stack = _frames(left.details.get("stack"))
+        own = innermost_of_program(stack)
+        return left.done < sequence and own is not None and not any(map(_OWN_FRAME.search, stack[own:]))
+
+    ended = {rank for rank, left in departed.items() if rank not in reports and was_elsewhere(left)}
+    return sorted(ended | {rank for rank, report in reports.items() if report.phase_at(sequence) is Phase.NONE})
 
 
 def _broken(reports: Mapping[int, Report]) -> Message:
@@ -785,16 +814,6 @@ def _broken(reports: Mapping[int, Report]) -> Message:
     ]
     more = [tr("{count} further: see to_json()", count=len(told) - SHOWN_ENDS)] if len(told) > SHOWN_ENDS else []
     return joined(", ", told[:SHOWN_ENDS] + more)
-
-
-def _all_interrupted(
-    causes: Mapping[int, Cause], reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Silent
-) -> Message | str:
-    """Say that Ctrl-C has ended every rank, where it has; empty for anything else."""
-    ranks = {*reports, *departed, *silent}
-    if causes.keys() == ranks and all(_raised(r, reports, departed).startswith("KeyboardInterrupt") for r in ranks):
-        return tr("all ranks were ended from outside, with Ctrl-C")
-    return ""
 
 
 def _raised(rank: int, reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> str:

@@ -285,10 +285,18 @@ def is_interrupt(departure: Departure) -> bool:
     return departure.cause is Cause.FAILED and departure.text.startswith(KeyboardInterrupt.__name__)
 
 
+def raises_interrupt(report: Report) -> bool:
+    """Return whether a rank's call raised KeyboardInterrupt."""
+    trouble = report.trouble
+    raised = trouble is not None and trouble.kind is TroubleKind.RAISED
+    return raised and trouble is not None and trouble.text.startswith(KeyboardInterrupt.__name__)
+
+
 def interrupted_from_outside(reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Silent) -> bool:
     """Return whether every rank was sent SIGINT or SIGTERM, and one has ended thereby: Ctrl-C on the whole job."""
-    ended = all(rank in departed or bool(report.details.get(INTERRUPTED)) for rank, report in reports.items())
-    return ended and not silent and any(map(is_interrupt, departed.values()))
+    raising = {rank for rank, report in reports.items() if raises_interrupt(report)}
+    sent = all(rank in departed or rank in raising or report.details.get(INTERRUPTED) for rank, report in reports.items())
+    return sent and not silent and (bool(raising) or any(map(is_interrupt, departed.values())))
 
 
 def decide(
@@ -335,6 +343,7 @@ def decide(
         return base
 
     culprits, sides = _blame(sequence, among, reports, departed, silent, entered, overdue)
+    interrupted = interrupted_from_outside(reports, departed, silent)
     operation = next(r.operation for r in entered.values() if r.operation is not None)
     from_piece = _resume_point(sequence, reports)
     only_gone = bool(culprits) and set(culprits) <= set(gone)
@@ -343,9 +352,10 @@ def decide(
         return _replace(base, Action.RESUME, culprits, sides, participants=rest, from_piece=0, attempt=attempt + 1)
     restorable = all(r.restorable_from <= from_piece for r in entered.values())
     # Who left and is not to blame was ended with all the others: no further try can have it back.
-    if not (culprits or expired or sides or unanswered or gone) and attempt < operation.max_attempts and restorable:
+    over = unanswered or interrupted or bool(gone)
+    if not (culprits or expired or sides or over) and attempt < operation.max_attempts and restorable:
         return _replace(base, Action.RESUME, {}, sides, from_piece=from_piece, attempt=attempt + 1, cause=Cause.NETWORK)
-    cause = Cause.DIVERGED if sides else Cause.UNKNOWN if unanswered or gone or silent else Cause.NETWORK
+    cause = Cause.DIVERGED if sides else Cause.UNKNOWN if over or silent else Cause.NETWORK
     return _replace(base, Action.FAIL, culprits, sides, cause=cause)
 
 
@@ -399,6 +409,9 @@ def _blame(
     # One that never answered did not even announce its end.
     if by_themselves or raised or gave_up or silent or ended_from_outside(reports, departed, silent):
         gone = by_themselves
+    if interrupted_from_outside(reports, departed, silent):  # who raised or left because of that is not to blame
+        raised = {rank: cause for rank, cause in raised.items() if not raises_interrupt(reports[rank])}
+        gone = {rank: cause for rank, cause in gone.items() if not is_interrupt(departed[rank])}
     if raised or gone:
         return {**gone, **raised}, ()
     if gave_up:  # the reason is in another verdict: named where there is nobody else

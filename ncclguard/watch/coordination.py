@@ -26,7 +26,6 @@ from ncclguard.incident import model
 from ncclguard.incident.model import Incident
 from ncclguard.incident.stacks import call_site_of, programs_thread
 from ncclguard.protocol.decision import (
-    INTERRUPTED,
     TELLING_AFTER,
     Departure,
     Issued,
@@ -201,8 +200,6 @@ class WatchState(GroupState):
         details[ISSUERS] = {channel: name for channel, one in threads if (name := programs_thread(one))}
         if observation.message:
             details[MESSAGE] = observation.message
-        if lifecycle.was_interrupted():
-            details[INTERRUPTED] = True
         if self.broken and latest is not None:
             waits = [_waiting(latest, _since_issued(latest), broken=True)]
             details["call"] = latest.text

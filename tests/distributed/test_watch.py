@@ -677,7 +677,7 @@ def test_sigterm_from_a_launcher_waits_for_the_verdict_on_the_rank_that_is_gone(
         assert (str(incident.cause), incident.culprits) == ("lost", (1,)), str(result)
 
 
-def is_interrupted_before_its_limit() -> None:
+def is_interrupted_before_its_limit(guarded: bool = False) -> None:
     """Rank 1 does not come, and after three seconds of a limit of 60 somebody presses Ctrl-C."""
     pids: list[int] = [0] * 3
     ng.watch(timeout=60, on_incident=told("incident"))
@@ -686,6 +686,8 @@ def is_interrupted_before_its_limit() -> None:
     if dist.get_rank() == 1:
         threading.Timer(3.0, lambda: [os.kill(pid, signal.SIGINT) for pid in pids]).start()
         time.sleep(60)
+    if guarded:
+        ng.safe_all_reduce(torch.ones(10), timeout=60)
     dist.all_reduce(torch.ones(10))
 
 
@@ -695,8 +697,17 @@ def test_ctrl_c_before_the_limit_is_told_as_what_it_is() -> None:
     for rank in (0, 2):
         incident = ng.Incident.from_json(result[rank].reports["incident"]["json"])
         assert (str(incident.cause), incident.culprits) == ("unknown", ()), str(result)
-        assert "with Ctrl-C; rank 1 had not come to it" in incident.summary
+        assert "with Ctrl-C; rank 1 had not come to it, interrupted at " in incident.summary
         assert "KeyboardInterrupt" in str(incident.ranks[1].exception)
+
+
+def test_ctrl_c_on_a_guarded_call_that_waits_blames_nobody_and_says_who_had_not_come(tmp_path: Path) -> None:
+    env = {"NCCLGUARD_REPORT_DIR": str(tmp_path)}
+    result = faults.run_ranks(is_interrupted_before_its_limit, 3, args=[True], env=env, timeout=60)
+    (report,) = tmp_path.glob("*.json")
+    incident = ng.Incident.from_json(json.dumps(json.loads(report.read_text())["incident"]))
+    assert (str(incident.cause), incident.culprits) == ("unknown", ()), str(result)
+    assert "with Ctrl-C; rank 1 had not come to it, interrupted at " in incident.summary
 
 
 def be_late_twice() -> None:

@@ -13,7 +13,7 @@ from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.coordination.incidents import goes_on, summarise
 from ncclguard.incident.model import Incident, RankReport
-from ncclguard.protocol.decision import Action, Departure, Trouble, TroubleKind, Verdict
+from ncclguard.protocol.decision import INTERRUPTED, Action, Departure, Trouble, TroubleKind, Verdict, decide
 from ncclguard.watch.coordination import WatchState
 from ncclguard_explain.cause import Cause
 from tests.unit.reports import entered, outside
@@ -142,17 +142,17 @@ def test_the_advice_fits_a_rank_without_memory_and_one_that_came_too_late() -> N
 
 
 @pytest.mark.parametrize(
-    ("raised", "fix", "everyone"),
+    ("raised", "fix"),
     [
-        (("KeyboardInterrupt", "KeyboardInterrupt at train.py:37 in main"), False, True),
-        (("", "KeyboardInterrupt at train.py:37 in main"), False, False),
-        (("SystemExit: 143", "SystemExit: 143"), False, False),
-        (("", "SystemExit at train.py:37 in stop: 0"), False, False),
-        (("", "SystemExit at train.py:37 in evaluate: metric file is missing"), True, False),
-        (("KeyboardInterrupt", "ValueError at train.py:37 in main: bad batch"), True, False),
+        (("KeyboardInterrupt", "KeyboardInterrupt at train.py:37 in main"), False),
+        (("", "KeyboardInterrupt at train.py:37 in main"), False),
+        (("SystemExit: 143", "SystemExit: 143"), False),
+        (("", "SystemExit at train.py:37 in stop: 0"), False),
+        (("", "SystemExit at train.py:37 in evaluate: metric file is missing"), True),
+        (("KeyboardInterrupt", "ValueError at train.py:37 in main: bad batch"), True),
     ],
 )
-def test_nobody_is_told_to_fix_an_interruption(raised: tuple[str, str], fix: bool, everyone: bool) -> None:
+def test_nobody_is_told_to_fix_an_interruption(raised: tuple[str, str], fix: bool) -> None:
     """Rank 0 is in the call, and rank 1 is not."""
     trouble = Trouble(TroubleKind.RAISED, raised[0]) if raised[0] else None
     causes = tuple((rank, Cause.FAILED) for rank, text in enumerate(raised) if text)
@@ -161,7 +161,33 @@ def test_nobody_is_told_to_fix_an_interruption(raised: tuple[str, str], fix: boo
     state = GroupState("0", 0, (0, 1))
     incident = Incident.from_json(summarise(verdict, {0: entered(0, trouble=trouble)}, left, {}, state))
     assert ("Fix the exception" in incident.advice, "an interruption" in incident.advice) == (fix, not fix)
-    assert ("all ranks were ended from outside, with Ctrl-C." in incident.summary) == everyone
+
+
+@pytest.mark.parametrize(
+    ("sent", "left", "summary", "culprits"),
+    [
+        (True, "KeyboardInterrupt at train.py:37 in save", "rank 2 had not come to it, interrupted at train.py:37", ()),
+        (True, None, "all ranks were ended from outside, with Ctrl-C.", ()),  # all three were in the call
+        (False, "KeyboardInterrupt at train.py:37 in save", "ranks 0, 2 failed", (0, 2)),  # rank 1 goes on
+        (True, "ValueError at train.py:37 in save: no", "rank 2 raised ValueError", (2,)),
+    ],
+)
+def test_ctrl_c_on_a_call_that_waits_is_nobodys_fault(
+    sent: bool, left: str | None, summary: str, culprits: tuple[int, ...]
+) -> None:
+    """Rank 0 has raised it already, rank 1 has been sent it, and rank 2 may be elsewhere."""
+    trouble = Trouble(TroubleKind.RAISED, "KeyboardInterrupt")
+    reports = {0: entered(0, trouble=trouble), 1: replace(entered(1), details={INTERRUPTED: True} if sent else {})}
+    departed = {}
+    if left is None:
+        reports[2] = entered(2, trouble=trouble)
+    else:
+        departed = {2: Departure(2, Cause.FAILED, left, details={"stack": ["train.py:37 in save: write()"]})}
+    verdict = decide(0, (0, 1, 2), reports, departed, {})
+    incident = Incident.from_json(summarise(verdict, reports, departed, {}, GroupState("0", 0, (0, 1, 2))))
+    assert (verdict.action, incident.culprits) == (Action.FAIL, culprits), incident
+    assert summary in incident.summary
+    assert ("Ctrl-C" in incident.summary) == (not culprits)
 
 
 @pytest.mark.parametrize(
