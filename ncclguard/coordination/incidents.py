@@ -722,7 +722,9 @@ def _summary(
             failed=failed,
         )
     if verdict.cause is Cause.UNKNOWN and interrupted_from_outside(reports, departed, silent):
-        not_come = _not_come(verdict.sequence, reports, departed) if guarded else _not_issued(channel, verdict, departed)
+        not_come = (
+            _not_come(verdict.sequence, reports, departed) if guarded else _not_issued(channel, verdict, departed)
+        )
         return _said_of_interrupted(failed, not_come, departed, placed)
     if verdict.cause is Cause.UNKNOWN and ended_from_outside(reports, departed, silent):
         return tr("{failed}: all ranks were ended from outside, with SIGTERM.", failed=failed)

@@ -295,7 +295,9 @@ def raises_interrupt(report: Report) -> bool:
 def interrupted_from_outside(reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Silent) -> bool:
     """Return whether every rank was sent SIGINT or SIGTERM, and one has ended thereby: Ctrl-C on the whole job."""
     raising = {rank for rank, report in reports.items() if raises_interrupt(report)}
-    sent = all(rank in departed or rank in raising or report.details.get(INTERRUPTED) for rank, report in reports.items())
+    sent = all(
+        rank in departed or rank in raising or report.details.get(INTERRUPTED) for rank, report in reports.items()
+    )
     return sent and not silent and (bool(raising) or any(map(is_interrupt, departed.values())))
 
 

@@ -49,18 +49,19 @@ class _Reading:
 
 
 class Comparison:
-    """`read` is called by the watcher's thread, all else by the monitor's."""
+    """`read` is called by the watcher's thread, all else by the monitor's; `moved` is a count that grows with the calls."""
 
     def __init__(
         self,
         monitor: Monitor,
         state: WatchState,
+        moved: Callable[[], int],
         ask: Callable[[TroubleKind, str], None],
         wake: Callable[[], None],
     ) -> None:
-        self._monitor, self._state, self._ask, self._wake = monitor, state, ask, wake
+        self._monitor, self._state, self._moved, self._ask, self._wake = monitor, state, moved, ask, wake
         self._marks = HighWaterMarks()
-        self._issued = 0  # collectives, when they were last compared
+        self._compared = 0  # what `moved` said when calls were last compared
         self._interval = FIRST
         self._due = time.monotonic() + FIRST
         self._wanted = self._begun = 0  # numbers of comparisons: the last asked for, and the last read for
@@ -105,12 +106,12 @@ class Comparison:
 
     def _ask_all(self, now: float) -> None:
         self._due = now + FIRST
-        issued = sum(self._state.recorder.issued().values())
-        if issued == self._issued or self._state.member.frozen:
+        moved = self._moved()
+        if moved == self._compared or self._state.member.frozen:
             return
         gone = self._monitor.read_departures()
         ranks = [rank for rank in self._state.member.participants if rank not in gone]
-        self._issued = issued
+        self._compared = moved
         self._due = now + max(self._interval, self._took / SHARE)
         self._interval = min(2 * self._interval, LONGEST)
         if self._monitor.rank == ranks[0]:

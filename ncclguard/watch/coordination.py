@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ncclguard import lifecycle, torch_compat
+from ncclguard import torch_compat
 from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall, Subject, Summarise
 from ncclguard.coordination.incidents import ISSUERS, NOBODY_WAITS
 from ncclguard.coordination.inquiry import ALL_ENTERED, Question, not_answering, not_come

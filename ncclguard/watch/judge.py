@@ -98,14 +98,14 @@ def analyse(
     if (gone or raised) and not (mismatch and not raised and set(gone.values()) == {Cause.LOST}):
         channel = _channel_with(stalled, {*gone, *raised})
         return _finding(channel, stalled, {**gone, **raised}, (), reports, waits)
-    if mismatch:
-        channel, odd, sides = mismatch
-        return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
     differing = None if overdue else _differing(reports)
     if differing:
         channel, sequence, members, odd, sides = differing
         ended = {channel: (sequence, members)}
         return _finding(channel, ended, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
+    if mismatch:
+        channel, odd, sides = mismatch
+        return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
     if overdue:
         found = _missing(stalled, reports, silent, waits)
         if found is not None:
@@ -491,7 +491,7 @@ def _project(
         elsewhere = _elsewhere(report, waits[rank], channel)
         compared = () if report.watched is None else report.watched.compared
         called = next((one for one in compared if (one.channel, one.sequence) == (channel, sequence)), None)
-        if wait is None and called is not None:
+        if called is not None and (wait is None or wait.sequence != sequence):
             operation = Operation(sequence, called.fingerprint, called.text)
             found[rank] = replace(report, operation=operation, phase=Phase.DONE, done=sequence, elsewhere="")
             continue

@@ -299,7 +299,7 @@ class Watcher:
         self._stood = -math.inf  # time.monotonic() when some did last
         self._sampler = Sampler(Recorder(), rank, self._in_guarded_call, self._config.slow_ranks == "watch")
         self._search = SlowSearch(monitor, self._sampler, self._slow_found)
-        self._comparison = Comparison(monitor, state, self._ask, self._wakes)
+        self._comparison = Comparison(monitor, state, self._calls_counted, self._ask, self._wakes)
         self._slow: deque[tuple[SlowRanks | None, int]] = deque()  # findings not told of here yet, and who judged
         self._hide: Callable[[], None] = lambda: None  # from `ncclguard top`
         self._thread = threading.Thread(target=self._run, name="ncclguard-watch", daemon=True)
@@ -470,6 +470,10 @@ class Watcher:
 
     def _in_guarded_call(self) -> bool:
         return any(state.guarded and state.call is not None for state in self._monitor.states())
+
+    def _calls_counted(self) -> int:
+        """Return a number that grows as collectives are issued; any thread."""
+        return sum(issued for (issued, _), _ in self._counters.values())
 
     def _step(self, now: float, store: AgreementStore) -> None:
         """In the monitor's thread."""

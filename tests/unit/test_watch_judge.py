@@ -54,6 +54,13 @@ def issued(report: Report, sequence: int, text: str) -> Report:
     return replace(report, watched=replace(report.watched, recent=recent))
 
 
+def with_waits(report: Report, sequence: int, text: str) -> Report:
+    """The report of a rank that waits in this collective of the world too."""
+    waits = said(report.rank, world(sequence, text)).watched
+    assert waits is not None and report.watched is not None
+    return replace(report, watched=replace(report.watched, waits=waits.waits))
+
+
 def judged(*reports: Report, departed: Mapping[int, Departure] | None = None, **facts: Any) -> Finding:
     return analyse({r.rank: r for r in reports}, departed or {}, facts.get("silent", {}), facts.get("overdue", True))
 
@@ -469,6 +476,11 @@ def test_of_what_has_ended_the_odd_ones_are_named_by_a_majority_of_all(
     finding = judged(*reports, overdue=False)
     assert (set(finding.causes), len(finding.sides)) == (named, count), finding
     if count:
+        waiting = [with_waits(report, 31, calls.get(report.rank, "?")) for report in reports]  # in a later one
+        busy = judged(*waiting, overdue=False)
+        assert (busy.sequence, busy.causes, busy.sides) == (21, finding.causes, finding.sides)
+        called = {rank: report.operation.sequence for rank, report in busy.reports.items() if report.operation}
+        assert {rank: called[rank] for rank in calls} == dict.fromkeys(calls, 21)
         assert (finding.channel, finding.sequence, finding.cause) == ("0:gloo", 21, "diverged")
     else:
         assert finding.channel == ""
