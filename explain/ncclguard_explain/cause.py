@@ -88,13 +88,26 @@ ADVICE = {
 
 #: The same where it differs for a collective that the guard only watches.
 ADVICE_WATCHED = {
-    Cause.DIVERGED: tr("{compare} A `name=` and a phase are part of a call.", compare=_COMPARE),
+    Cause.DIVERGED: _COMPARE,
     Cause.LOST: tr("{see} Restart the job: the groups of this rank are unusable.", see=SEE_LOST),
     Cause.NETWORK: tr(
         "{network} In a call with a source or destination compare that first: it is not recorded.",
         network=ADVICE[Cause.NETWORK],
     ),
 }
+
+#: That of a call that differs, and has ended nevertheless.
+ADVICE_ENDED_NEVERTHELESS = tr(
+    "What it has given is not to be trusted on any rank, nor what was computed from it since: go on from a checkpoint of "
+    "before it. {compare}",
+    compare=_COMPARE,
+)
+
+#: That of a call that differs, and of which a rank was aborted that is not known to be the odd one.
+ADVICE_ABORTED_BY_OTHERS = tr(
+    "{compare} gloo aborts a rank that is sent more than it expects (SIGABRT): who called less, which may be right.",
+    compare=_COMPARE,
+)
 
 #: That of a watched rank that is lost, where nothing says that it has not aborted.
 ADVICE_MAY_HAVE_ABORTED = tr(

@@ -32,6 +32,8 @@ from ncclguard.protocol.decision import (
 from ncclguard_explain.cause import (
     ADVICE,
     ADVICE_ABORTED,
+    ADVICE_ABORTED_BY_OTHERS,
+    ADVICE_ENDED_NEVERTHELESS,
     ADVICE_GOES_ON,
     ADVICE_IN_EVALUATION,
     ADVICE_INTERRUPTED,
@@ -96,7 +98,7 @@ def summarise(
     elif _share_gpu(reports):
         advice = _ONE_GPU
     elif _ended_nevertheless(verdict, entered, state.guarded):
-        advice = _ENDED_NEVERTHELESS
+        advice = ADVICE_ENDED_NEVERTHELESS
     else:
         advice = _advice(verdict.cause, state, text, resumed, told)
     incident = Incident(
@@ -255,6 +257,8 @@ def _advice(
         )
     if cause is Cause.STUCK:
         return _advice_on_stuck(blamed, state) or advice
+    if cause is Cause.DIVERGED and any("killed by SIGABRT" in (one.note or "") and one.cause is None for one in ranks):
+        return ADVICE_ABORTED_BY_OTHERS
     if cause is Cause.LOST and not state.guarded:
         ends = [one.note or "" for one in blamed]
         if ends and all("killed by SIGABRT" in end for end in ends):
@@ -435,11 +439,6 @@ def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> 
 
 
 #: What to do where all ranks were ended from outside.
-_ENDED_NEVERTHELESS = tr(
-    "What it has given is not to be trusted on any rank, nor what was computed from it since: go on from a checkpoint of "
-    "before it. Compare what the ranks called: a branch, a batch count, a shape or a dtype depends on the rank. Make it "
-    "equal, or agree on it first."
-)
 _ENDED = tr(
     "See why the job was ended: its launcher's or scheduler's log tells who did (a time limit, a cancelled job, another "
     "worker that failed). No rank of it is to blame."

@@ -370,6 +370,8 @@ def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
         lines.append(f"  {told('{ranks}: nothing more is known', ranks=placed.text(unreported))}")
     lines += _sides(incident.sides, placed)
     lines += _waiting([report for report in incident.ranks if report.rank not in blamed], placed)
+    if incident.cause is Cause.DIVERGED:
+        lines += _ended(report for report in incident.ranks if report.rank not in blamed)
     lines.append(f"  {told('time: {figures}', figures=_time(incident))}")
     steps = optimizer_steps(incident)
     if steps is not None:
@@ -507,6 +509,12 @@ def _sides(sides: Sequence[tuple[str, tuple[int, ...]]], placed: Hosts) -> list[
     if len(sides) > SHOWN_GROUPS:
         lines.append(f"  {told('and {count} further calls: see to_json()', count=len(sides) - SHOWN_GROUPS)}")
     return lines
+
+
+def _ended(reports: Iterable[RankReport]) -> list[str]:
+    """Return how processes have ended that are not to blame: gloo aborts one that is sent more than it expects."""
+    notes = [report.note for report in reports if report.state == "departed" and report.cause is None and report.note]
+    return [f"  {told('ended since: {note}', note=read(note))}" for note in notes[:SHOWN_GROUPS]]
 
 
 def _waiting(reports: Sequence[RankReport], placed: Hosts) -> list[str]:

@@ -218,6 +218,19 @@ def describe_exception(error: BaseException) -> str:
     return _shorten(name + (f" at {place}" if place else "") + (f": {message}" if message else ""), EXCEPTION_LENGTH)
 
 
+_PLACE: Final = re.compile(r"[\w.]+ at (\S+:\d+ in \S+?)(?::|$)")
+
+
+def place_of(described: str) -> str:
+    """Return the place in what `describe_exception` says, empty for none.
+
+    >>> place_of("ValueError at train.py:211 in step: 3 at a.py:1 in f: no")
+    'train.py:211 in step'
+    """
+    found = _PLACE.match(described)
+    return found[1] if found else ""
+
+
 def traceback_frames(error: BaseException, limit: int = 64, begin: TracebackType | None = None) -> tuple[str, ...]:
     """Return the frames an exception came through, outermost first, as `main_thread_stack` writes them.
 

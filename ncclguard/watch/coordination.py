@@ -24,7 +24,7 @@ from ncclguard.coordination.store import AgreementStore, HighWaterMarks
 from ncclguard.engine.description import CALLER
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident
-from ncclguard.incident.stacks import call_site_of, programs_thread
+from ncclguard.incident.stacks import call_site_of, place_of, programs_thread
 from ncclguard.protocol.decision import (
     TELLING_AFTER,
     Departure,
@@ -202,7 +202,7 @@ class WatchState(GroupState):
             details[MESSAGE] = observation.message
         if self.broken and latest is not None:
             waits = [_waiting(latest, _since_issued(latest), broken=True)]
-            details["call"] = latest.text
+            details |= {"call": latest.text, "call_site": place_of(self.broken)}
         call = latest if self.broken else oldest
         limit = torch_compat.limit_passed(self.broken)  # shorter than ours, and what the verdict is about
         if limit is None and call is not None and self._limit is not None:

@@ -163,6 +163,20 @@ def test_nobody_is_told_to_fix_an_interruption(raised: tuple[str, str], fix: boo
     assert ("Fix the exception" in incident.advice, "an interruption" in incident.advice) == (fix, not fix)
 
 
+def test_who_was_aborted_by_what_the_others_sent_stands_in_the_panel() -> None:
+    """gloo ended rank 0, and of two that differ nobody is named."""
+    sides = (("all_reduce(Double)", (1,)), ("all_reduce(Float)", (2,)))
+    verdict = Verdict(0, 1, Action.FAIL, Cause.DIVERGED, (), (1, 2), sides=sides)
+    left = {0: Departure(0, Cause.LOST, "process 7 of rank 0 on vm has ended: killed by SIGABRT")}
+    reports = {rank: entered(rank) for rank in (1, 2)}
+    incident = Incident.from_json(summarise(verdict, reports, left, {}, WatchState("watch", 1, (0, 1, 2))))
+    assert "ended since: process 7 of rank 0 on vm has ended: killed by SIGABRT" in str(incident)
+    assert "gloo aborts a rank that is sent more than it expects" in incident.advice
+    calm = Incident.from_json(summarise(verdict, reports, {}, {}, WatchState("watch", 1, (0, 1, 2))))
+    assert "ended since" not in str(calm)
+    assert "SIGABRT" not in calm.advice
+
+
 @pytest.mark.parametrize(
     ("sent", "left", "summary", "culprits"),
     [
