@@ -49,7 +49,7 @@ class _Reading:
 
 
 class Comparison:
-    """`read` is called by the watcher's thread, all else by the monitor's; `moved` is a count that grows with the calls."""
+    """`read` is called by the watcher's thread, all else by the monitor's; `moved` counts calls."""
 
     def __init__(
         self,
