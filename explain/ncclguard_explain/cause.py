@@ -103,6 +103,12 @@ ADVICE_ENDED_NEVERTHELESS = tr(
     compare=_COMPARE,
 )
 
+#: That of an evaluation that some ranks call, and others do not.
+ADVICE_EVALUATION_IN_PART = tr(
+    "An evaluation is called on all ranks or on none, not under `if rank == 0:`: each rank takes part in it. Make that "
+    "equal on all ranks. Do not go on before: the ranks may be a call apart now."
+)
+
 #: That of a call that differs, and of which a rank was aborted that is not known to be the odd one.
 ADVICE_ABORTED_BY_OTHERS = tr(
     "{compare} gloo aborts a rank that is sent more than it expects (SIGABRT): who called less, which may be right.",

@@ -34,6 +34,7 @@ from ncclguard_explain.cause import (
     ADVICE_ABORTED,
     ADVICE_ABORTED_BY_OTHERS,
     ADVICE_ENDED_NEVERTHELESS,
+    ADVICE_EVALUATION_IN_PART,
     ADVICE_GOES_ON,
     ADVICE_IN_EVALUATION,
     ADVICE_INTERRUPTED,
@@ -99,6 +100,8 @@ def summarise(
         advice = _ONE_GPU
     elif _ended_nevertheless(verdict, entered, state.guarded):
         advice = ADVICE_ENDED_NEVERTHELESS
+    elif _evaluates_in_part(verdict.sides):
+        advice = ADVICE_EVALUATION_IN_PART
     else:
         advice = _advice(verdict.cause, state, text, resumed, told)
     incident = Incident(
@@ -119,7 +122,9 @@ def summarise(
         hosts=model.unsaid_hosts(hosts, told),
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed, state.key),
         advice=advice,
-        further="" if outside else _further(text, verdict.cause, state, resumed, told),
+        further=""
+        if outside or _evaluates_in_part(verdict.sides)
+        else _further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),
     )
@@ -141,6 +146,12 @@ def summarise(
     incident = incident.model_copy(update={"repeats": first, "advice": advice})
     fields = incident.model_dump(mode="json", exclude_defaults=True)  # most fields of most ranks are empty
     return json.dumps({"schema_version": incident.schema_version, **fields}, separators=(",", ":"))
+
+
+def _evaluates_in_part(sides: Sides) -> bool:
+    """Return whether some ranks begin an evaluation where others are in no evaluation at all."""
+    texts = [text for text, _ in sides]
+    return any(map(begins_evaluation, texts)) and not all(map(in_evaluation, texts))
 
 
 def _ended_nevertheless(verdict: Verdict, entered: Collection[Report], guarded: bool) -> bool:

@@ -163,6 +163,26 @@ def test_nobody_is_told_to_fix_an_interruption(raised: tuple[str, str], fix: boo
     assert ("Fix the exception" in incident.advice, "an interruption" in incident.advice) == (fix, not fix)
 
 
+@pytest.mark.parametrize(
+    ("other", "in_part"),
+    [
+        ("all_reduce(float32[4], SUM)", True),
+        ("all_gather_object(sizes, name='evaluation of() after 7 optimizer steps, beginning of try 1')", False),
+        ("all_reduce(float32[4], SUM, name='evaluation evaluate() after 7 optimizer steps, inside try 1')", False),
+    ],
+)
+def test_an_evaluation_that_some_ranks_call_is_told_to_be_called_on_all(other: str, in_part: bool) -> None:
+    """Rank 0 evaluates; the others reduce something, or are in an evaluation too."""
+    begins = "all_gather_object(sizes, name='evaluation evaluate() after 7 optimizer steps, beginning of try 1')"
+    verdict = Verdict(
+        0, 1, Action.FAIL, Cause.DIVERGED, ((0, Cause.DIVERGED),), (0, 1, 2), sides=((other, (1, 2)), (begins, (0,)))
+    )
+    reports = {rank: entered(rank) for rank in (0, 1, 2)}
+    incident = Incident.from_json(summarise(verdict, reports, {}, {}, GroupState("0", 0, (0, 1, 2))))
+    assert ("on all ranks or on none" in incident.advice) is in_part
+    assert not (in_part and incident.further)
+
+
 def test_who_was_aborted_by_what_the_others_sent_stands_in_the_panel() -> None:
     """gloo ended rank 0, and of two that differ nobody is named."""
     sides = (("all_reduce(Double)", (1,)), ("all_reduce(Float)", (2,)))
