@@ -676,6 +676,14 @@ def test_a_rank_whose_traceback_is_in_another_collective_than_the_others_is_name
     assert explain_lines([line for rank in range(3) for line in waited_in(rank, "all_reduce")]).culprits == ()
 
 
+@pytest.mark.parametrize("op", ["broadcast", "reduce", "gather", "scatter"])
+def test_a_rank_that_is_ahead_of_a_call_that_ends_early_is_not_named(explain_lines: Explain, op: str) -> None:
+    """Rank 2 has had its part of it, and ranks 0 and 1 have given other sources: a fault of theirs."""
+    report = explain_lines([*waited_in(0, op), *waited_in(1, op), *waited_in(2, "all_reduce")])
+    assert report.incident and report.culprits == ()
+    assert "ends on some ranks before" in str(report.reason)
+
+
 def ended_first(rank: int, local: int, host: str) -> list[str]:
     """What torchrun prints at its end about the process that it saw abort first."""
     return ["Root Cause (first observed failure):", "[0]:", "  time      : 2025-11-20_06:11:26", f"  host      : {host}",
