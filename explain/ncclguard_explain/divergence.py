@@ -276,8 +276,8 @@ def by_alone(evidence: Evidence, world: World) -> Verdict | None:
 
 #: Calls that ranks of one job make differently when all is well.
 _BETWEEN_TWO = frozenset(["send", "recv", "isend", "irecv", "batch_isend_irecv"])
-#: Calls that end on some ranks while the others still wait in them: on the source of a broadcast, and on who has sent its
-#: part to the target of a reduce. So one in the next call is ahead, and not astray.
+#: Calls that end on some ranks while the others still wait in them: on the source of a broadcast, and on who has sent
+#: its part to the target of a reduce. So one in the next call is ahead, and not astray.
 _END_EARLY = frozenset(
     ["broadcast", "broadcast_object_list", "reduce", "gather", "gather_object", "scatter", "scatter_object_list"]
 )
