@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -10,6 +9,8 @@ from enum import Enum
 from typing import Any, Final
 
 from ncclguard.errors import GuardConfigError
+from ncclguard.spelling import meant
+from ncclguard_explain.language import say
 
 VARIABLE: Final = "NCCLGUARD_FAULT"
 PERMISSION: Final = "NCCLGUARD_ALLOW_DRILL"
@@ -83,9 +84,9 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.fault not in PARAMETERS:
-            raise GuardConfigError(
-                f"there is no fault {self.fault!r}{_closest(self.fault)}; faults: {', '.join(PARAMETERS)}"
-            )
+            hint = meant(self.fault, PARAMETERS)
+            closest = f" ({say(hint)})" if hint else ""
+            raise GuardConfigError(f"there is no fault {self.fault!r}{closest}; faults: {', '.join(PARAMETERS)}")
         takes = [name.rstrip("!") for name in PARAMETERS[self.fault]]
         for field in fields(self)[3:]:
             if getattr(self, field.name) != field.default and field.name not in (*takes, *_WHERE):
@@ -189,8 +190,3 @@ def _check(fault: str, name: str, value: object, kind: type, least: int) -> None
         )
     if not math.isfinite(value) or value < least:
         raise GuardConfigError(f"{name} of {fault} is {value!r}; give a finite number, {least} or more")
-
-
-def _closest(word: str) -> str:
-    match = difflib.get_close_matches(word, PARAMETERS, 1)
-    return f" (did you mean {match[0]}?)" if match else ""
