@@ -160,7 +160,7 @@ class SeriesSnapshot:
         return sum(self.failures.values())
 
     def duration(self, q: float) -> float:
-        return quantile(self.durations, TIME_BOUNDS, q)
+        return min(quantile(self.durations, TIME_BOUNDS, q), self.longest)
 
     def wait(self, q: float) -> float:
         return quantile(self.waits, TIME_BOUNDS, q)
