@@ -29,7 +29,7 @@ from rich.console import Console
 
 from ncclguard.__main__ import COMMANDS, usage
 from ncclguard.config import GuardConfig, configure, reset_config
-from ncclguard.errors import GuardConfigError, GuardError, error_for
+from ncclguard.errors import GuardConfigError, GuardError, error_for, headline
 from ncclguard.incident.model import Incident, RankReport, as_text
 from ncclguard.incident.page import render_html
 from ncclguard.incident.report import show
@@ -333,15 +333,40 @@ def test_errors_say_what_happened_in_chinese(chinese: None) -> None:
     assert isinstance(error, TimeoutError)
     assert "timeout" in str(error)
     assert str(error).startswith(
-        "all_reduce（0:cpu:865c6391/7）超时，timed out (collective timeout after 3 s)：all_reduce(float32[100000]"
+        "all_reduce（0:cpu:865c6391/7）超时，timed out (collective timeout after the limit of 3 s)：all_reduce(float32[100000]"
     )
     assert "rank 2 迟到。先看它的调用栈" in str(error)
+
+
+@pytest.mark.parametrize("path", GALLERY, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("speaks", ["en", "zh"])
+def test_an_error_says_of_each_duration_what_it_is(path: Path, speaks: str) -> None:
+    """The call's own time is more than the summary's, by the time that the verdict took: two waits they are not."""
+    incident = document(path).incident
+    language.choose(speaks)
+    try:
+        head = (
+            str(error_for(of_incident(incident, 4.56, torn=False))).replace(headline(incident), "|").partition("|")[0]
+        )
+    finally:
+        language.choose(None)
+    assert re.fullmatch(r"[^;]*(after the limit of|decided after|失败，)[^;]* s[^;]*", head), head
+
+
+def test_a_side_that_calls_nothing_more_is_said_in_chinese(chinese: None) -> None:
+    label = "evaluation evaluate() after 0 optimizer steps, try 1 of ranks 0-2"
+    sides = (("all_reduce()", (0, 1)), (f"nothing more: it has finished {label}", (2,)))
+    incident = document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident.model_copy(
+        update={"sides": sides}
+    )
+    said_so = "rank 2 没有再调用：它已完成rank 0-2 的0 次优化器更新后的评估 evaluate()，第 1 次尝试"
+    assert said_so in headline(incident) and said_so in as_text(incident)
 
 
 def test_a_call_that_hardly_began_is_told_the_limit_that_passed() -> None:
     incident = document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident
     assert incident.timeout
-    assert f"(collective timeout after {incident.timeout:.3g} s)" in str(
+    assert f"(collective timeout after the limit of {incident.timeout:.3g} s)" in str(
         error_for(of_incident(incident, 2e-4, torn=False))
     )
 
