@@ -213,9 +213,13 @@ class TimeLimit:
             self._heard = time.monotonic()
         stop.start()
         logger.warning(
-            "the limit of %g s of nccl_timeout_handler passed and a call inside it has not ended: stopping %s",
-            self.binding.limit,
-            ", ".join(stop.names),
+            "%s",
+            told(
+                "the limit of {seconds:g} s of nccl_timeout_handler passed and a call inside it has not ended: stopping {operation}",
+                "log",
+                seconds=self.binding.limit,
+                operation=", ".join(stop.names),
+            ),
         )
         if self._found:  # on nccl2 the call may not come back, so this may be the only message
             logger.error("%s%s", ", ".join(f"{kind} in {name}:" for name, kind in self._found.items()), ENDS_SOON)

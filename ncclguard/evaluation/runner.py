@@ -1082,7 +1082,9 @@ class GuardedEvaluation:
             ):  # those that need the rank that is gone end at once
                 self._options.save()
         except Exception:
-            log.exception("ncclguard: the checkpoint could not be saved; the job ends with the report")
+            log.exception(
+                "ncclguard: %s", told("the checkpoint could not be saved; the job ends with the report", "log")
+            )
 
 
 def check_runs(function: Callable[..., Any]) -> None:

@@ -439,7 +439,10 @@ def offer(setting: str, thread: int) -> Offer | None:
             _file = os.fdopen(os.memfd_create(_FILE, os.MFD_CLOEXEC), "w")
             faulthandler.register(number, _file, all_threads=True, chain=False)
         except (OSError, RuntimeError, AttributeError) as error:  # a kernel without memfd, a system without signals
-            log.info("ncclguard: stacks cannot be offered to the other ranks of this host: %s", error)
+            log.info(
+                "ncclguard: %s",
+                told("stacks cannot be offered to the other ranks of this host: {error}", "log", error=error),
+            )
             return None
         _signal = number
     if signal.getsignal(_signal) is not signal.SIG_DFL:  # the program has set a handler of its own since
@@ -670,7 +673,12 @@ def _choose(setting: str) -> int:
         number = int(getattr(signal, setting, 0))
         if number == 0 or is_taken(number):
             log.warning(
-                "ncclguard: stack_signal %s is unknown or in use: no stacks are offered to other ranks", setting
+                "ncclguard: %s",
+                told(
+                    "stack_signal {given} is unknown or in use: no stacks are offered to other ranks",
+                    "log",
+                    given=setting,
+                ),
             )
             return 0
         return number
@@ -692,7 +700,9 @@ def _have_written(pid: int, given: Offer) -> str | None:
             _send(pid, thread, given.signal)
             return _read_all(file)
     except OSError as error:
-        log.info("ncclguard: the stacks of process %d cannot be read: %s", pid, error)
+        log.info(
+            "ncclguard: %s", told("the stacks of process {pid} cannot be read: {error}", "log", pid=pid, error=error)
+        )
         return ""
 
 

@@ -94,7 +94,7 @@ class ControlSocket:
             except (OSError, ValueError) as error:
                 log.debug("ncclguard: a question to this rank was not answered: %s", error)
             except Exception:
-                log.exception("ncclguard: answering a command failed; the job goes on")
+                log.exception("ncclguard: %s", told("answering a command failed; the job goes on", "log"))
 
     def _talk(self, connection: socket.socket) -> None:
         question = json.loads(_line(connection, MAX_QUESTION))
@@ -117,7 +117,14 @@ def open_control(job: str, rank: int, answer: Answer) -> ControlSocket | None:
             raise
         return ControlSocket(listener, path, answer)
     except OSError as error:
-        log.warning("ncclguard: `ncclguard top` and `ncclguard set` cannot reach this rank: %s; the job goes on", error)
+        log.warning(
+            "ncclguard: %s",
+            told(
+                "`ncclguard top` and `ncclguard set` cannot reach this rank: {error}; the job goes on",
+                "log",
+                error=error,
+            ),
+        )
         return None
 
 

@@ -28,6 +28,7 @@ from ncclguard.metrics.records import (
     channel_text,
 )
 from ncclguard.metrics.settings import shown
+from ncclguard_explain.language import told, tr
 from ncclguard_explain.ranks import ranks_text
 
 #: The labels of a Prometheus series.
@@ -462,11 +463,25 @@ def make_sinks(wanted: Iterable[SinkLike], rank: int) -> list[Sink]:
             made.append(_named(name, detail, rank))
         except Exception as error:  # noqa: BLE001 - a missing package, a port that is taken, a folder that cannot be written, ...
             package = PACKAGES[name] if isinstance(error, ImportError) else ""
-            advice = f"install it with: pip install {package}" if package else "the job goes on without this sink"
+            advice = (
+                tr("install it with: pip install {name}", name=package)
+                if package
+                else tr("the job goes on without this sink")
+            )
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 port = f"prometheus:{{{int(detail)} + int(os.environ.get('LOCAL_RANK', 0))}}"
-                advice = f'where a host has several ranks give each a port of its own: f"{port}"'
-            log.warning("ncclguard: monitoring goes without %r (%s: %s); %s", sink, type(error).__name__, error, advice)
+                advice = tr('where a host has several ranks give each a port of its own: f"{port}"', port=port)
+            log.warning(
+                "ncclguard: %s",
+                told(
+                    "monitoring goes without {given!r} ({kind}: {error}); {advice}",
+                    "log",
+                    given=sink,
+                    kind=type(error).__name__,
+                    error=error,
+                    advice=advice,
+                ),
+            )
     return made
 
 
@@ -559,7 +574,4 @@ class SinkThread:
         if self._complained:
             return
         self._complained = True
-        log.warning(
-            "ncclguard: the monitoring sink %s failed (%s: %s): the job goes on, later errors of this sink are not logged",
-            self.name, type(error).__name__, error,
-        )  # fmt: skip
+        log.warning("ncclguard: %s", told("the monitoring sink {name} failed ({kind}: {error}): the job goes on, later errors of this sink are not logged", "log", name=self.name, kind=type(error).__name__, error=error))  # fmt: skip

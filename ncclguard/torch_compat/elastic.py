@@ -209,7 +209,10 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                     break
                 time.sleep(_POLL)
         except (RuntimeError, ValueError) as error:  # the host with the store has seen before that all have ended
-            log.info("ncclguard run: the launchers of the other hosts cannot be waited for any more: %s", error)
+            log.info(
+                "ncclguard run: %s",
+                told("the launchers of the other hosts cannot be waited for any more: {error}", "log", error=error),
+            )
 
     def _healthy(self, worker_group: Any) -> RunResult:
         timeout = getattr(self, "_uninterruptible_state_timeout", 0)

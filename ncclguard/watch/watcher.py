@@ -313,8 +313,12 @@ class Watcher:
         self._monitor.on_slow = self._search.hear
         if torch_compat.under_detail():
             log.warning(
-                "ncclguard: under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's flight recorder does not say which group a collective "
-                "belongs to, so watch() reports processes that end and exceptions only; use INFO to have hangs reported"
+                "ncclguard: %s",
+                told(
+                    "under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's flight recorder does not say which group a collective "
+                    "belongs to, so watch() reports processes that end and exceptions only; use INFO to have hangs reported",
+                    "log",
+                ),
             )
         self._state.recorder.status()
         self._warn_of_blindness()
@@ -447,7 +451,10 @@ class Watcher:
                 self._go_alone(time.monotonic())
                 self._callbacks.warn(time.monotonic())
             except Exception:
-                log.exception("ncclguard: watch() of rank %d met an unexpected error and goes on", self._rank)
+                log.exception(
+                    "ncclguard: %s",
+                    told("watch() of rank {rank} met an unexpected error and goes on", "log", rank=self._rank),
+                )
                 time.sleep(period)
         self._deliver()
         self._processes.close()
@@ -584,10 +591,14 @@ class Watcher:
         if blind and not self._warned_blind:
             self._warned_blind = True
             log.warning(
-                "ncclguard: torch's flight recorder does not cover %s, so watch() knows their collectives only by number; "
-                "set TORCH_FR_BUFFER_SIZE=2000 before init_process_group (before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE), or use "
-                "torch 2.11 or later",
-                ", ".join(blind),
+                "ncclguard: %s",
+                told(
+                    "torch's flight recorder does not cover {some}, so watch() knows their collectives only by number; "
+                    "set TORCH_FR_BUFFER_SIZE=2000 before init_process_group (before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE), or use "
+                    "torch 2.11 or later",
+                    "log",
+                    some=", ".join(blind),
+                ),
             )
 
     def _due(self, key: str, value: tuple[int, int], all_still: bool, now: float) -> bool:
@@ -690,7 +701,12 @@ class Watcher:
         stop.wait()
         if stop.failures:
             log.error(
-                "ncclguard: not all could be ended, so this process may have to be killed: %s", "; ".join(stop.failures)
+                "ncclguard: %s",
+                told(
+                    "not all could be ended, so this process may have to be killed: {details}",
+                    "log",
+                    details="; ".join(stop.failures),
+                ),
             )
 
     def _go_alone(self, now: float) -> None:
@@ -716,7 +732,15 @@ class Watcher:
             and self._last_told == _number(self._state.read().latest)
         ):
             # No step further since an incident that all know: its victims have ended, and the store's host with them.
-            log.warning("ncclguard: rank %d got no further after the last incident: %s", self._rank, trouble.text)
+            log.warning(
+                "ncclguard: %s",
+                told(
+                    "rank {rank} got no further after the last incident: {text}",
+                    "log",
+                    rank=self._rank,
+                    text=trouble.text,
+                ),
+            )
             self._state.settled.set()
             return
         pending = next(iter(self._state.observation.pending), None)
@@ -765,7 +789,7 @@ def _kept_alive(name: str) -> Iterator[None]:
         )
         log.exception("ncclguard: %s", text)
     except BaseException:
-        log.exception("ncclguard: %s failed", name)
+        log.exception("ncclguard: %s", told("{what} failed", "log", what=name))
 
 
 def _whose_report(incident: Incident, rank: int) -> str:
@@ -967,7 +991,10 @@ def _watch(settings: Settings) -> Watch:
                 handle.stop()
                 raise
             except (GuardError, RuntimeError) as error:
-                log.warning("ncclguard: watch() could not start, so hangs are not reported here: %s", error)
+                log.warning(
+                    "ncclguard: %s",
+                    told("watch() could not start, so hangs are not reported here: {error}", "log", error=error),
+                )
         else:
             handle._wait()
     return handle

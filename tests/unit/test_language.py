@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
 import gc
 import importlib
@@ -51,6 +52,13 @@ GALLERY = sorted((ROOT / "docs" / "gallery").glob("*/incident.json"))
 UNGUARDED = sorted(path.parent for path in (ROOT / "tests" / "unguarded_logs").glob("*/logs")) + [
     ROOT / "tests" / "unguarded_logs" / "legacy-kill-torchrun"
 ]
+PACKAGES = ("ncclguard", "ncclguard_observe", "integrations", "explain")
+LOGGED = {
+    f"{name}.{level}"
+    for name in ("log", "_log", "logger", "_logger")
+    for level in ("info", "warning", "error", "exception", "critical")
+}
+SPEAKER = re.compile(r"((ncclguard( (run|incident))?:? )?%s(: )?)+")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
@@ -99,6 +107,19 @@ def test_translations_are_written_with_chinese_punctuation() -> None:
     for one in entries_of((language.CATALOGUES / "zh.po").read_text(encoding="utf-8")):
         wrong = re.search(r"[\u4e00-\u9fff][,;:?!]|[\u4e00-\u9fff]\.(?!\w)|[\u4e00-\u9fff] ?\(", one.translation)
         assert wrong is None, one.translation
+
+
+def test_every_line_of_a_log_is_in_the_catalogue() -> None:
+    """Its format has no words but the name of what speaks; what follows is made by `told` or `say`."""
+    found = []
+    for file in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in LOGGED or file.name == "language.py":
+                continue
+            words = "".join(str(part.value) for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant))
+            if not isinstance(node.args[0], ast.Call) and not SPEAKER.fullmatch(words):
+                found.append((str(file.relative_to(ROOT)), node.lineno, words))
+    assert not found
 
 
 # ------------------------------------------------------------------------------------------------- messages and reading
