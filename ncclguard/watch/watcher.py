@@ -676,7 +676,7 @@ class Watcher:
         self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
         self._settings.incidents.append(incident)
         if not repeats:  # else a guarded call has; what is to be done about it is for the watch all the same
-            text = beside(f"{headline(incident)} ", _whose_report(incident, self._rank))
+            text = beside(f"{headline(incident)} ", _whose_report(incident, self._rank)).rstrip()
             log.error("ncclguard incident %s: %s", incident.id, text)
             for listener in events.listeners:
                 listener.incident_found(incident)
