@@ -164,10 +164,13 @@ def check_batch_size(owner: Any, batch_size: BatchSize, function: str) -> None:
         return
     what = f"batch_size={batch_size!r} of {function}"
     if owner is None:
-        raise GuardConfigError(
-            f"{what} names an attribute, but {function} was called without arguments, so there is no object that could "
-            "have it: give a callable that gets the divisor"
+        text = told(
+            "{what} names an attribute, but {name} was called without arguments, so there is no object that could have "
+            "it: give a callable that gets the divisor",
+            what=what,
+            name=function,
         )
+        raise GuardConfigError(text)
     try:
         holder, name = _holder_of(owner, batch_size)
         value = getattr(holder, name)
@@ -200,11 +203,14 @@ def check_divisible(value: Any) -> None:
     """Raise TypeError for anything but a batch size, or a DataLoader that has one."""
     if isinstance(value, DataLoader):
         if value.batch_size is None or type(value.batch_sampler) is not BatchSampler:
-            raise TypeError("this DataLoader has a batch sampler of its own: give `batch_size` as a callable instead")
+            text = told("this DataLoader has a batch sampler of its own: give `batch_size` as a callable instead")
+            raise TypeError(text)
     elif isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"a batch size is a whole number or a DataLoader, not {type(value).__name__}: give a callable instead"
+        text = told(
+            "a batch size is a whole number or a DataLoader, not {kind}: give a callable instead",
+            kind=type(value).__name__,
         )
+        raise TypeError(text)
 
 
 def smaller(value: Any, divisor: int) -> Any:
@@ -338,7 +344,10 @@ def record_partial(result: Any, done: int, total: int = 0) -> None:
     >>> record_partial((0.31, 0.9), done=1, total=3)
     """
     if done < 0 or (total and done > total):
-        raise ValueError(f"done is {done} of {total}: give the number of data sets or batches that are in")
+        text = told(
+            "done is {number} of {count}: give the number of data sets or batches that are in", number=done, count=total
+        )
+        raise ValueError(text)
     if _current is not None:
         _current.add(result, done, total)
 

@@ -246,7 +246,8 @@ def choose(wanted: str | None) -> tuple[str, dict[int, Path]]:
     if wanted is not None and wanted in found:
         return wanted, found[wanted]
     if found:
-        known = tr("there are {some}", some=", ".join(f"{name} ({_process(ranks)})" for name, ranks in found.items()))
+        processes = [tr("{name} ({details})", name=name, details=_process(ranks)) for name, ranks in found.items()]
+        known = tr("there are {jobs}", jobs=joined(", ", processes))
     else:
         known = tr("one can be once its program calls setup_nccl_monitoring() or watch()")
     if wanted is not None:

@@ -21,7 +21,7 @@ from ncclguard.metrics.records import Record, Snapshot
 from ncclguard.metrics.registry import RecordingListener, Watched, add_watched, awaited_in_watched
 from ncclguard.metrics.settings import SETTINGS
 from ncclguard.metrics.sinks import Sink, SinkLike, SinkThread, make_sinks
-from ncclguard_explain.language import told
+from ncclguard_explain.language import told, tr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -169,7 +169,7 @@ def setup_nccl_monitoring(
     global _current
     period = seconds(interval, "interval")
     if period is None:
-        raise TypeError("interval must be seconds or a timedelta, not None: give for example 30")
+        raise TypeError(told("interval must be seconds or a timedelta, not None: give for example 30"))
     name = records.job_name(job)
     made = make_sinks(sinks or ("log",), records.rank())
     with _lock:
@@ -269,11 +269,16 @@ def _propose(values: object) -> dict[str, Any]:
     config = current_config()
     if not config.exchange_every:
         return {
-            "error": "this job exchanges no statistics, so its ranks could not agree on a change; start it without "
-            "NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false, on all ranks"
+            "error": tr(
+                "this job exchanges no statistics, so its ranks could not agree on a change; start it without "
+                "NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false, on all ranks"
+            )
         }
     if not isinstance(values, dict) or not values or not set(values) <= set(SETTINGS):
-        return {"error": f"{values!r} cannot be set in a running job; these can: {', '.join(SETTINGS)}"}
+        known = ", ".join(SETTINGS)
+        return {
+            "error": tr("{given} cannot be set in a running job; these can: {some}", given=repr(values), some=known)
+        }
     try:
         checked = GuardConfig(**{**config.model_dump(), **dict(proposals.newest()[1]), **values})
     except GuardConfigError as error:

@@ -322,7 +322,12 @@ class JsonlSink:
         self, path: str | os.PathLike[str], *, rank: int = 0, max_bytes: int = 16_000_000, backups: int = 3
     ) -> None:
         if max_bytes < 1 or backups < 0:
-            raise ValueError(f"max_bytes is {max_bytes}, backups {backups}: give at least 1 byte and 0 backups")
+            text = told(
+                "max_bytes is {number}, backups {count}: give at least 1 byte and 0 backups",
+                number=max_bytes,
+                count=backups,
+            )
+            raise ValueError(text)
         self.path = Path(os.fspath(path).replace("{rank}", str(rank)))
         self._max_bytes = max_bytes
         self._backups = backups
@@ -491,23 +496,36 @@ def _given(one: Any) -> Sink:
         return sink
     if callable(one):
         return CallableSink(one)
-    raise TypeError(
-        f"a sink must be a name, a function of a record or an object with write(record) and close(), not {type(one).__name__}"
+    text = told(
+        "a sink must be a name, a function of a record or an object with write(record) and close(), not {kind}",
+        kind=type(one).__name__,
     )
+    raise TypeError(text)
 
 
 def _check(text: str, name: str, detail: str) -> None:
     if name not in PACKAGES:
-        raise ValueError(f"there is no sink {text!r}: use one of {', '.join(PACKAGES)}, an object or a function")
+        known = ", ".join(PACKAGES)
+        raise ValueError(
+            told("there is no sink {given!r}: use one of {some}, an object or a function", given=text, some=known)
+        )
     if name == "log" and detail:
-        raise ValueError(f"the sink {text!r} takes nothing after its name: write 'log'")
+        raise ValueError(told("the sink {given!r} takes nothing after its name: write 'log'", given=text))
     if name in ("jsonl", "tensorboard"):
         for other in set(re.findall(r"{.*?}", detail)) - {"{rank}"}:
-            raise ValueError(f"the sink {text!r} has {other}, which stands for nothing: write {{rank}} for the rank")
+            wrong = told(
+                "the sink {given!r} has {other}, which stands for nothing: write {right} for the rank",
+                given=text,
+                other=other,
+                right="{rank}",
+            )
+            raise ValueError(wrong)
     if name == "jsonl" and not detail:
-        raise ValueError("the sink 'jsonl' needs a path: write 'jsonl:guard-{rank}.jsonl'")
+        raise ValueError(told("the sink 'jsonl' needs a path: write {given!r}", given="jsonl:guard-{rank}.jsonl"))
     if name == "prometheus" and detail and not (detail.isdecimal() and int(detail) < 65536):
-        raise ValueError(f"the sink {text!r} needs a port, 0 to 65535: write for example 'prometheus:9400'")
+        raise ValueError(
+            told("the sink {given!r} needs a port, 0 to 65535: write for example 'prometheus:9400'", given=text)
+        )
 
 
 def _named(name: str, detail: str, rank: int) -> Sink:

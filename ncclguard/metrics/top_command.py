@@ -291,7 +291,7 @@ def _operations(status: dict[str, Any]) -> Table:
         table.add_row(
             series["group"],
             series["op"],
-            series["phase"],
+            told("none", "phase") if series["phase"] == "none" else series["phase"],
             str(series["count"]),
             ", ".join(f"{count} {say(cause)}" for cause, count in failures.items()) or "0",
             f"{_quantile(series, 0.5) * 1e3:.3g}",

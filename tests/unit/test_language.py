@@ -380,7 +380,7 @@ def test_a_side_that_calls_nothing_more_is_said_in_chinese(chinese: None) -> Non
     incident = document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident.model_copy(
         update={"sides": sides}
     )
-    said_so = "rank 2 没有再调用：它已完成rank 0-2 的0 次优化器更新后的评估 evaluate()，第 1 次尝试"
+    said_so = "rank 2 没有再调用：它已完成 rank 0-2 的 0 次优化器更新后的评估 evaluate()，第 1 次尝试"
     assert said_so in headline(incident) and said_so in as_text(incident)
 
 
