@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ncclguard_explain.cause import WORD, Cause
-from ncclguard_explain.language import Message, beside, joined, read, told, tr
+from ncclguard_explain.language import Message, beside, joined, read, received, told, tr
 from ncclguard_explain.ranks import called, ranks_text
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _blamed(cause: Cause, culprits: tuple[int, ...]) -> Message:
 def _text(kind: str, outcome: Outcome) -> str:
     """Build an error's text in the language of this process: what happened, and what to do."""
     incident = outcome.incident
-    what, seconds = {"op": outcome.op, "op_id": outcome.op_id}, outcome.seconds
+    what, seconds = {"op": outcome.op, "op_id": received(outcome.op_id)}, outcome.seconds
     head = tr("failure of {op} ({op_id}) after {seconds:.3g} s", **what, seconds=seconds)
     if incident is not None:  # whose summary has how long the ranks waited before the failure
         head = tr("failure of {op} ({op_id}), decided after {seconds:.3g} s", **what, seconds=seconds)

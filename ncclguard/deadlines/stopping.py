@@ -25,7 +25,7 @@ from ncclguard.frames import thread_frames
 from ncclguard.torch_compat import sockets
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded
-from ncclguard_explain.language import told
+from ncclguard_explain.language import Message, told, tr
 
 _INTERVAL = 0.01  # seconds a thread must have slept through
 
@@ -196,10 +196,13 @@ def _cut_checker(group: dist.ProcessGroup) -> None:
     sockets.shut(sockets.connections(lambda local, remote: local in listening or remote in listening))
 
 
-def describe(group: dist.ProcessGroup) -> str:
+def describe(group: dist.ProcessGroup) -> Message:
     """Name a group in a message, such as ``process group '0' (default_pg, gloo, 4 ranks)``."""
-    own_name = "" if group.group_desc == "undefined" else f"{group.group_desc}, "
-    return f"process group {group.group_name!r} ({own_name}{'/'.join(sorted(backends(group)))}, {group.size()} ranks)"
+    name, given, count = repr(group.group_name), "/".join(sorted(backends(group))), group.size()
+    if group.group_desc == "undefined":
+        return tr("process group {name} ({given}, {count} ranks)", name=name, given=given, count=count)
+    kind = str(group.group_desc)
+    return tr("process group {name} ({kind}, {given}, {count} ranks)", name=name, kind=kind, given=given, count=count)
 
 
 T = TypeVar("T")

@@ -188,6 +188,10 @@ def test_a_message_is_english_text_that_can_be_said_in_chinese() -> None:
         ("it waited in g(x) of group 0:cpu (ranks 0-2) until 0.5 s before", "它一直在等组 0:cpu（rank 0-2）的 g(x)，到 0.5 s 前为止"),
         ("g(x) of group 0:cpu (ranks 0-2)", "组 0:cpu（rank 0-2）的 g(x)"),
         ("g(number 3; it is connecting still) stood still for 3 s: rank 1 late.", "g(number 3; it is connecting still) 停滞了 3 s：rank 1 迟到。"),
+        (
+            "the limit of 3 s passed and a call inside it was ended; process group '0' (default_pg, gloo, 2 ranks) was stopped for that and is unusable from now on, on all ranks, and tensors that were in flight hold no defined values.",
+            "时限 3 s 已过，中止了其中的一次调用；为此中止了进程组 '0'（default_pg，gloo，2 个 rank），它从现在起在所有 rank 上都不能再用，传输中的张量内容不确定。",
+        ),
         ("it waits in g(x, y); its thread 'z' had ended with ValueError: a; b", "它正在等 g(x, y)；它的线程 'z' 已因 ValueError: a; b 结束"),
     ],
 )  # fmt: skip
