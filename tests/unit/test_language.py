@@ -31,6 +31,7 @@ from rich.console import Console
 from ncclguard.__main__ import COMMANDS, usage
 from ncclguard.config import GuardConfig, configure, reset_config
 from ncclguard.errors import GuardConfigError, GuardError, error_for, headline
+from ncclguard.hang.tree import groups_of, lines_of, merge
 from ncclguard.incident.model import Incident, RankReport, as_text
 from ncclguard.incident.page import render_html
 from ncclguard.incident.report import show
@@ -256,6 +257,16 @@ def test_nothing_of_a_recorded_incident_stays_english(path: Path, chinese: None)
     assert not [line for line in lines if not CHINESE.search(line) and not foreign.search(line)]
     assert lines[0].startswith(f"ncclguard incident {incident.id}: {incident.op}(")
     assert f"（{incident.cause}）" in lines[1]
+
+
+def test_a_tree_of_stacks_has_chinese_punctuation(chinese: None) -> None:
+    tree = merge(groups_of({0: ["a", "b"], 1: ["a", "c"], 2: ["a"]}))
+    assert [*lines_of(tree, {1: "在 sleep"})] == [
+        "rank 0-2：a",
+        "  rank 2：停在这里",
+        "  rank 0：b",
+        "  rank 1：c（在 sleep）",
+    ]
 
 
 def test_the_panel_of_a_late_rank(chinese: None) -> None:
