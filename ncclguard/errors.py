@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ncclguard_explain.cause import WORD, Cause
-from ncclguard_explain.language import Message, joined, read, received, told, tr
-from ncclguard_explain.ranks import ranks_text
+from ncclguard_explain.language import Message, beside, joined, read, received, told, tr
+from ncclguard_explain.ranks import called, ranks_text
 
 if TYPE_CHECKING:
     from ncclguard.incident.model import Incident
@@ -168,13 +168,17 @@ def _blamed(cause: Cause, culprits: tuple[int, ...]) -> Message:
 def _text(kind: str, outcome: Outcome) -> str:
     """Build an error's text in the language of this process: what happened, and what to do."""
     incident = outcome.incident
-    what, seconds = {"op": outcome.op, "op_id": outcome.op_id}, outcome.seconds
+    what, seconds = {"op": outcome.op, "op_id": received(outcome.op_id)}, outcome.seconds
     head = tr("failure of {op} ({op_id}) after {seconds:.3g} s", **what, seconds=seconds)
+    if incident is not None:  # whose summary has how long the ranks waited before the failure
+        head = tr("failure of {op} ({op_id}), decided after {seconds:.3g} s", **what, seconds=seconds)
     if kind == "timeout":  # in every language in words that programs look for in the errors of torch's own backends
-        # A call that was issued behind the one that waited ends with it, hardly begun.
-        if incident is not None and incident.deadline_expired:
-            seconds = max(seconds, incident.timeout or 0.0)
         head = tr("{op} ({op_id}) timed out (collective timeout after {seconds:.3g} s)", **what, seconds=seconds)
+        if incident is not None and incident.deadline_expired and incident.timeout:
+            limit = incident.timeout
+            head = tr(
+                "{op} ({op_id}) timed out (collective timeout after the limit of {limit:.3g} s)", **what, limit=limit
+            )
     if incident is not None:
         summary = headline(incident)
         return told("{head}: {summary} {advice}", head=head, summary=summary, advice=read(incident.advice))
@@ -187,8 +191,5 @@ def headline(incident: Incident) -> str:
     summary = read(incident.summary)
     if len({text for text, _ in incident.sides}) < 2:
         return summary
-    calls = [
-        tr("{ranks} called {operation}", ranks=ranks_text(ranks), operation=received(text))
-        for text, ranks in incident.sides[:4]
-    ]
-    return f"{summary} {told('{meaning}.', meaning=joined('; ', calls).capitalised())}"
+    calls = [called(ranks_text(ranks), text) for text, ranks in incident.sides[:4]]
+    return beside(f"{summary} ", told("{meaning}.", meaning=joined("; ", calls).capitalised()))

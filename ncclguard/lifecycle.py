@@ -49,7 +49,7 @@ from typing import Final
 
 from ncclguard import frames
 from ncclguard.incident.stacks import describe_exception
-from ncclguard_explain.language import tr
+from ncclguard_explain.language import told, tr
 
 _log = logging.getLogger("ncclguard")
 
@@ -139,7 +139,10 @@ def _run(callbacks: list[Callable[[], None]]) -> None:
         try:
             callback()
         except Exception:  # noqa: BLE001 - the process is ending, and the next callback matters as much
-            _log.exception("ncclguard: %s failed and was skipped; the process goes on to its end", callback)
+            _log.exception(
+                "ncclguard: %s",
+                told("{what} failed and was skipped; the process goes on to its end", "log", what=callback),
+            )
 
 
 atexit.register(lambda: _run([callback for _, callback in _at_end]))

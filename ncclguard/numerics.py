@@ -146,7 +146,9 @@ class NumericsWatch:
             look(*arguments)
         except Exception:
             self._found = True
-            log.warning("ncclguard: watch_numerics cannot look at this model's numbers", exc_info=True)
+            log.warning(
+                "ncclguard: %s", told("watch_numerics cannot look at this model's numbers", "log"), exc_info=True
+            )
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward pass begins: the first one after a backward pass begins a pass."""

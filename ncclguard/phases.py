@@ -17,7 +17,7 @@ from ncclguard.config import GuardConfig, current_config, seconds
 from ncclguard.deadlines.deadline import get_adaptive_timeout
 from ncclguard.errors import GuardConfigError
 from ncclguard.spelling import meant
-from ncclguard_explain.language import told, tr
+from ncclguard_explain.language import joined, say, told, tr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,19 +57,43 @@ def phases_of(thread: int, at: int) -> tuple[str, ...]:
     return before[-1] if before else changes[0][1] if len(changes) == KEPT else ()
 
 
+def _of_name_only(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a phase that is given a limit as well raise a TypeError that says where limits are set."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        beside = [repr(value) for value in args[2:]]
+        beside += [f"{argument}={value!r}" for argument, value in kwargs.items() if argument != "name"]
+        if not beside:
+            return function(*args, **kwargs)
+        refused = tr("phase takes a name and no more, not {value}", value=", ".join(beside))
+        name = args[1] if len(args) > 1 else kwargs.get("name")
+        if name not in PHASES:
+            raise TypeError(say(refused))
+        hint = tr(
+            "the limit inside is a setting, configure({setting}=...) or {variable}; a call has one of its own by timeout=",
+            setting=f"timeout_{name}",
+            variable=f"NCCLGUARD_TIMEOUT_{str(name).upper()}",
+        )
+        raise TypeError(say(joined(": ", (refused, hint))))
+
+    return call
+
+
 class phase:
     """The limits of a part of the program, as a context manager or a decorator of a function or coroutine function.
 
     `name` is "train" (10 min), "eval" (30 min) or "small" (5 min). Phases nest, the innermost counts, and they are
     local to the thread or task: a thread that is started inside one has none. All ranks must be in the same one when
-    they call a collective. Raises GuardConfigError for another name, TypeError when a generator function is
-    decorated.
+    they call a collective. Raises GuardConfigError for another name, TypeError for anything beside the name, and when
+    a generator function is decorated.
 
     >>> from ncclguard import phase
     >>> with phase("eval"):
     ...     pass  # guarded calls in here have 30 minutes
     """
 
+    @_of_name_only
     def __init__(self, name: str) -> None:
         if name not in PHASES:
             hint = meant(str(name), PHASES, "{!r}") or tr("there are {some}", some=", ".join(map(repr, PHASES)))

@@ -31,6 +31,8 @@ SHOWN = (
 ALSO_SENT = (
     "explain/ncclguard_explain/cause.py", "explain/ncclguard_explain/command_line.py", "explain/ncclguard_explain/ranks.py",
 )  # fmt: skip
+#: Contexts of what is said where it stands in the source: a line of `--help`, and one of a log.
+NEVER_SENT = frozenset({"help", "log"})
 #: Where the texts of `--help` stand, which `command_line.in_help` says: arguments of a call, and tables of `described`.
 HELP, HELP_TABLES = frozenset({"description", "help"}), re.compile(r"_?examples|exit_codes", re.IGNORECASE)
 #: A call in a page's template: its text, and its context where it has one.
@@ -105,7 +107,7 @@ def written(language: str, translations: dict[Key, str]) -> str:
     parts = [HEADER.replace("{language}", language)]
     for (context, template), file in templates().items():
         flags = ["python-brace-format"] if "{" in template else []
-        flags += ["sent"] if context != "help" and (file in ALSO_SENT or not file.startswith(SHOWN)) else []
+        flags += ["sent"] if context not in NEVER_SENT and (file in ALSO_SENT or not file.startswith(SHOWN)) else []
         head = f"#. {file}\n" + (f"#, {', '.join(flags)}\n" if flags else "")
         head += f"msgctxt {_quoted(context)}\n" if context else ""
         translation = translations.get((context, template), "")

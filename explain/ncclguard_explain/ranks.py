@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from ncclguard_explain.language import Message, joined, tr
+from ncclguard_explain.language import Message, joined, received, tr
 
 #: Culprits, sides and groups of waiting ranks that are shown one by one.
 SHOWN_GROUPS: Final = 8
@@ -175,6 +175,14 @@ def _numbered(text: Message, ranks: Sequence[int]) -> Message:
     if numbers.count(",") >= SHOWN_NAMES:
         return text
     return tr("{ranks} ({numbers})", ranks=text, numbers=numbers.split(" ", 1)[1])
+
+
+def called(ranks: str, text: str) -> Message:
+    """Say what ranks on one side of a mismatch have called, by the text of that side."""
+    nothing, more, why = text.partition("nothing more: ")
+    if more and not nothing:
+        return tr("{ranks} called nothing more: {why}", ranks=ranks, why=received(why))
+    return tr("{ranks} called {operation}", ranks=ranks, operation=received(text))
 
 
 def duration(seconds: float) -> str:

@@ -31,7 +31,7 @@ from ncclguard.protocol.decision import Departure, Report, TroubleKind, is_inter
 from ncclguard.protocol.group_key import GroupKey
 from ncclguard.protocol.timing import Timing
 from ncclguard_explain.cause import WORD, Cause
-from ncclguard_explain.language import tr
+from ncclguard_explain.language import told, tr
 from ncclguard_explain.ranks import ranks_text
 
 
@@ -262,7 +262,10 @@ class Monitor:
             except StoreUnavailable as error:
                 self._lose_store(str(error))
             except Exception:
-                log.exception("ncclguard: the monitor of rank %d met an unexpected error and goes on", self.rank)
+                log.exception(
+                    "ncclguard: %s",
+                    told("the monitor of rank {rank} met an unexpected error and goes on", "log", rank=self.rank),
+                )
             interval, now = self._interval(), time.monotonic()
             if not self._wake.wait(interval):
                 now, slept = time.monotonic(), time.monotonic() - now
@@ -279,7 +282,9 @@ class Monitor:
         except StoreUnavailable as error:
             self._lose_store(str(error))
         except Exception:
-            log.exception("ncclguard: the monitor of rank %d could not say that it leaves", self.rank)
+            log.exception(
+                "ncclguard: %s", told("the monitor of rank {rank} could not say that it leaves", "log", rank=self.rank)
+            )
 
     def _interval(self) -> float:
         timing = self.timing
@@ -389,11 +394,15 @@ class Monitor:
         """Say it loudly when this rank was not started like the others: what follows may be anything."""
         if about_first != self._settings.about:
             log.error(
-                "ncclguard: rank %d was not started like rank 0: it has %s, and rank 0 has %s; ranks that differ may refuse each "
-                "other's calls or wait for each other: start all ranks in the same environment, with the same number of ranks",
-                self.rank,
-                self._settings.about,
-                about_first or "another version of ncclguard",
+                "ncclguard: %s",
+                told(
+                    "rank {rank} was not started like rank 0: it has {given}, and rank 0 has {other}; ranks that differ may refuse each "
+                    "other's calls or wait for each other: start all ranks in the same environment, with the same number of ranks",
+                    "log",
+                    rank=self.rank,
+                    given=self._settings.about,
+                    other=about_first or tr("another version of ncclguard"),
+                ),
             )
 
     def _begin_session(self, nonce: str, absent: Sequence[int] = ()) -> None:
@@ -409,7 +418,10 @@ class Monitor:
 
     def _lose_store(self, why: str) -> None:
         self.unavailable = tr("the store cannot be used any more ({why})", why=why)
-        log.warning("ncclguard: rank %d: %s; verdicts are local from now on", self.rank, self.unavailable)
+        log.warning(
+            "ncclguard: %s",
+            told("rank {rank}: {why}; verdicts are local from now on", "log", rank=self.rank, why=self.unavailable),
+        )
         self._left.set()
         try:
             for key, revocation in list(self._revocations.items()):
@@ -417,7 +429,10 @@ class Monitor:
                     del self._revocations[key]
                     self._settings.publish(revocation)
         except Exception:
-            log.exception("ncclguard: the monitor of rank %d met an unexpected error and goes on", self.rank)
+            log.exception(
+                "ncclguard: %s",
+                told("the monitor of rank {rank} met an unexpected error and goes on", "log", rank=self.rank),
+            )
         for state in self.states():
             state.make_unavailable(self.unavailable)
 

@@ -230,7 +230,7 @@ def _call(found: Found, first: tuple[NonFinite, ...]) -> None:
         try:
             found(first)
         except BaseException:
-            log.exception("ncclguard: on_found raised")
+            log.exception("ncclguard: %s", told("on_found raised", "log"))
 
     try:
         threading.Thread(target=call, name="ncclguard-on-found").start()

@@ -16,6 +16,7 @@ from typing import Final
 from ncclguard.coordination.group_state import GroupState, Summarise
 from ncclguard.coordination.incidents import histories
 from ncclguard.coordination.store import BATCH, AgreementStore, Entries, StoreUnavailable
+from ncclguard.incident.stacks import frame_text
 from ncclguard.protocol import codec
 from ncclguard.protocol.decision import (
     Action,
@@ -28,6 +29,7 @@ from ncclguard.protocol.decision import (
 )
 from ncclguard.protocol.timing import Pace, Timing
 from ncclguard_explain.cause import Cause
+from ncclguard_explain.language import received, told
 
 log = logging.getLogger("ncclguard")
 
@@ -97,13 +99,14 @@ class StackFetcher:
         try:
             details = fetch(rank) or {}
         except Exception:
-            log.exception("ncclguard: the stacks of rank %d could not be fetched", rank)
+            log.exception("ncclguard: %s", told("the stacks of rank {rank} could not be fetched", "log", rank=rank))
             details = {}
         self._found[rank] = details
         if self.closed and details:  # the verdict could not wait for them
             frames = details.get("stack")
-            text = "\n  ".join(str(frame) for frame in frames) if isinstance(frames, (list, tuple)) else ""
-            log.error("ncclguard: rank %d: %s%s", rank, details.get("note"), f"\n  {text}" if text else "")
+            shown = [frame_text(str(frame)) for frame in frames] if isinstance(frames, (list, tuple)) else []
+            note = told("rank {rank}: {text}", "log", rank=rank, text=received(str(details.get("note"))))
+            log.error("ncclguard: %s", "\n  ".join([note, *shown]))
 
 
 Witness = Callable[[int], Cause]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.protocol.decision import Trouble, TroubleKind
+from ncclguard_explain.language import tr
 
 #: Seconds after which a rank that came to the section's end tells those who may be waiting for it inside; also how
 #: long their calls must have waited. The end of a section is reached by all within moments when all is well.
@@ -70,7 +71,7 @@ class Sections:
             kind = TroubleKind.FINISHED
             if raised:
                 kind = TroubleKind.GAVE_UP if follows else TroubleKind.RAISED
-            self._standing = Trouble(kind, raised or f"it has finished {name}")
+            self._standing = Trouble(kind, raised or tr("it has finished {text}", text=name))
             self._raised_at = threading.get_ident(), stack
             self._unsaid = (time.monotonic() + (0.0 if raised else FINISHED_AFTER), name, self._standing)
         if raised:

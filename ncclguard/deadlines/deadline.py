@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
+from ncclguard_explain.language import told
+
 SMALL_NUMEL: Final = 10_000_000
 MEDIUM_NUMEL: Final = 100_000_000
 
@@ -25,15 +27,21 @@ def get_adaptive_timeout(numel: int) -> float:
     1800.0
     """
     if isinstance(numel, bool):
-        raise TypeError("numel must be a number of elements, not a bool; pass tensor.numel()")
+        raise TypeError(told("numel must be a number of elements, not a bool; pass tensor.numel()"))
     try:
         count = operator.index(numel)
     except TypeError:
-        raise TypeError(
-            f"numel must be an integer number of elements, not {type(numel).__name__}; pass tensor.numel(), or int(...)"
-        ) from None
+        text = told(
+            "numel must be an integer number of elements, not {kind}; pass tensor.numel(), or int(...)",
+            kind=type(numel).__name__,
+        )
+        raise TypeError(text) from None
     if count < 0:
-        raise ValueError(f"numel is {count}; a number of elements cannot be negative, pass tensor.numel()")
+        text = told(
+            "numel is {count}; a number of elements cannot be negative, pass tensor.numel()",
+            count=count,
+        )
+        raise ValueError(text)
     if count < SMALL_NUMEL:
         return 300.0
     if count < MEDIUM_NUMEL:

@@ -25,7 +25,7 @@ from ncclguard.groups import check_group
 from ncclguard.incident.model import Incident
 from ncclguard.outcome import of_incident
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import told, tr
+from ncclguard_explain.language import Message, joined, say, told, tr
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +34,22 @@ RECHECK: Final = 0.1
 LOOKS: Final = 10  # checks of a native call that may be a collective or not: a matmul, a save, a bare Work.wait()
 ASLEEP: Final = 6  # checks that must find its thread asleep, as it is in a wait; each tick of the alarm wakes it
 
-FAILED_CALL: Final = "a call inside it failed by itself, or because a peer gave up"
-RECREATE: Final = (
+FAILED_CALL: Final = tr("a call inside it failed by itself, or because a peer gave up")
+RECREATE: Final = tr(
     "Destroy the group and create it again on all its ranks, or use safe_all_reduce and the other safe_* calls, which keep "
     "the process group and the tensor."
 )
 
-BROKEN_INSIDE: Final = "torch's watchdog found an error inside the block"
-ENDS_SOON: Final = (
-    " torch's watchdog has seen an error on this rank, so this process cannot be kept: unless TORCH_NCCL_ASYNC_ERROR_HANDLING "
-    "is 0 or 2 torch ends it (after up to a minute, nccl2 after 15 s), and until then destroy_process_group() may not "
-    "return. Save what has to be saved, without collectives, and restart the job."
-)
+
+def ends_soon(text: str) -> Message:
+    """Add to a text that this process cannot be kept."""
+    return tr(
+        "{text} torch's watchdog has seen an error on this rank, so this process cannot be kept: unless "
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 or 2 torch ends it (after up to a minute, nccl2 after 15 s), and until then "
+        "destroy_process_group() may not return. Save what has to be saved, without collectives, and restart the job.",
+        text=text,
+    )
+
 
 _current: ContextVar[TimeLimit | None] = ContextVar("ncclguard_time_limit", default=None)
 _engine_depth: dict[int, int] = {}  # ident of a thread -> how many guarded operations it is inside of
@@ -179,7 +183,7 @@ class TimeLimit:
         """
         if self.silent or self._noticed is None or now - self._noticed < 0.9 * TICK:
             return None
-        error = self._timeout("Python code inside it was interrupted")
+        error = self._timeout(tr("Python code inside it was interrupted"))
         limit: TimeLimit | None = self
         while limit is not None:  # one interruption serves all the blocks whose deadline this is
             limit.silent = True
@@ -213,12 +217,17 @@ class TimeLimit:
             self._heard = time.monotonic()
         stop.start()
         logger.warning(
-            "the limit of %g s of nccl_timeout_handler passed and a call inside it has not ended: stopping %s",
-            self.binding.limit,
-            ", ".join(stop.names),
+            "%s",
+            told(
+                "the limit of {seconds:g} s of nccl_timeout_handler passed and a call inside it has not ended: stopping {operation}",
+                "log",
+                seconds=self.binding.limit,
+                operation=joined(", ", stop.names),
+            ),
         )
         if self._found:  # on nccl2 the call may not come back, so this may be the only message
-            logger.error("%s%s", ", ".join(f"{kind} in {name}:" for name, kind in self._found.items()), ENDS_SOON)
+            found = ", ".join(f"{kind} in {name}:" for name, kind in self._found.items())
+            logger.error("%s", say(ends_soon(found)))
         return self._heard + GRACE
 
     def _bounded(self) -> tuple[dist.ProcessGroup, ...]:
@@ -254,14 +263,15 @@ class TimeLimit:
             stop.wait()
         if self._interruption is not None and error is self._interruption:
             if self._stops:
-                error_now = self._timeout("Python code inside it was interrupted")
+                error_now = self._timeout(tr("Python code inside it was interrupted"))
                 self._interruption.args, self._interruption.outcome = error_now.args, error_now.outcome
         elif error is None and self._stops:
-            raise self._timeout("the calls inside it returned just as they were being ended")
+            raise self._timeout(tr("the calls inside it returned just as they were being ended"))
         elif error is not None and torch_compat.from_collective(error):
-            raise self._timeout("a call inside it was ended" if self._stops else FAILED_CALL) from error
+            raise self._timeout(tr("a call inside it was ended") if self._stops else FAILED_CALL) from error
         elif self._stops:
-            logger.error("%s", self._timeout(f"{type(error).__name__} was raised inside it and passes"))
+            passes = tr("{kind} was raised inside it and passes", kind=type(error).__name__)
+            logger.error("%s", self._timeout(passes))
 
     def _check_backends(self) -> None:
         """Raise CollectiveFailed when torch's watchdog has found an error inside the block: it may have aborted there.
@@ -271,63 +281,75 @@ class TimeLimit:
         found = self._new_errors()
         if found:
             broken = ", ".join(f"{kind} in {name}" for name, kind in found.items())
-            raise CollectiveFailed(self._timeout(f"{BROKEN_INSIDE} ({broken})").outcome)
+            what = tr("torch's watchdog found an error inside the block ({details})", details=broken)
+            raise CollectiveFailed(self._timeout(what, broken=True).outcome)
 
     def _new_errors(self) -> dict[str, str]:
         return {name: kind for name, kind in _backend_errors(self._group).items() if name not in self._errors}
 
-    def _timeout(self, what: str) -> CollectiveTimeout:
+    def _timeout(self, what: Message, *, broken: bool = False) -> CollectiveTimeout:
         """Build the error of this block, with an outcome that is this rank's view alone."""
-        elapsed = time.monotonic() - self.binding.entered
-        stopped = ", ".join(name for stop in self._stops for name in stop.names)
-        broken = what.startswith(BROKEN_INSIDE)
-        summary = f"{what};" if broken else f"the limit of {self.binding.limit:g} s passed and {what};"
+        elapsed, failed = time.monotonic() - self.binding.entered, what == FAILED_CALL
+        stopped = joined(", ", (name for stop in self._stops for name in stop.names))
+        advice: Message = RECREATE
+        if not broken:
+            what = tr("the limit of {seconds:g} s passed and {because}", seconds=self.binding.limit, because=what)
         if broken:
-            summary += " the group is unusable from now on, and tensors that were in flight hold no defined values."
-            advice = f"See torch's own lines above for the error. {RECREATE}"
+            state = tr("the group is unusable from now on, and tensors that were in flight hold no defined values.")
+            advice = tr("See torch's own lines above for the error. {advice}", advice=RECREATE)
         elif stopped:
-            summary += (
-                f" {stopped} was stopped for that and is unusable from now on, on all ranks, and tensors that were in flight "
-                "hold no defined values."
+            state = tr(
+                "{groups} was stopped for that and is unusable from now on, on all ranks, and tensors that were in flight hold "
+                "no defined values.",
+                groups=stopped,
             )
-            advice = RECREATE
-        elif what == FAILED_CALL:
-            summary += (
-                " on gloo the process group it was made on is unusable from now on, and tensors that were in flight hold no "
+        elif failed:
+            state = tr(
+                "on gloo the process group it was made on is unusable from now on, and tensors that were in flight hold no "
                 "defined values."
             )
-            advice = f"See the error it failed with. {RECREATE}"
+            advice = tr("See the error it failed with. {advice}", advice=RECREATE)
         else:
-            summary += " no process group was stopped."
-            advice = (
+            state = tr("no process group was stopped.")
+            advice = tr(
                 "Give the block a longer limit if it only needed more time. Where others wait in a collective of the block, this "
                 "rank's next one on the group would meet that: leave the group as it is on all ranks, or make it anew."
             )
         if self._found or self._new_errors():
-            advice += ENDS_SOON
+            advice = ends_soon(advice)
+        summary = joined("; ", (what, state))
         for failure in (failure for stop in self._stops for failure in stop.failures):
-            summary += f" Stopping failed for {failure}."
+            summary = tr("{text} Stopping failed for {details}.", text=summary, details=failure)
         return self._error(
             elapsed,
             group=stopped,
             deadline_expired=not broken,
             summary=summary,
             advice=advice,
-            torn=bool(stopped) or broken or what == FAILED_CALL,
+            torn=bool(stopped) or broken or failed,
         )
 
     def _stopped_before(self, group: dist.ProcessGroup, notice: Notice) -> CollectiveTimeout:
         """Build the error of a rank that comes after a peer has stopped the group, naming it if it was awaited."""
         name, rank = describe(group), torch_compat.own_rank(group)
         missing = None if _board.gave_up else notice.missing(group)
-        summary = f"rank {notice.rank} stopped {name} because its limit of {notice.limit:g} s passed;"
-        if missing is None:
-            summary += " what it waited for is not known here;"
-        else:
-            summary += f" rank {rank}, this one, was late: it had not called collective {missing} of the group;"
-        summary += (
-            " the group is unusable from now on, on all ranks. Nothing was sent from here, and no tensor was touched."
+        begun = tr(
+            "rank {rank} stopped {group} because its limit of {seconds:g} s passed",
+            rank=notice.rank,
+            group=name,
+            seconds=notice.limit,
         )
+        waited = tr("what it waited for is not known here")
+        if missing is not None:
+            waited = tr(
+                "rank {rank}, this one, was late: it had not called collective {number} of the group",
+                rank=rank,
+                number=missing,
+            )
+        state = tr(
+            "the group is unusable from now on, on all ranks. Nothing was sent from here, and no tensor was touched."
+        )
+        summary = joined("; ", (begun, waited, state))
         return self._error(
             0.0,
             group=name,

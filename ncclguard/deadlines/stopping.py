@@ -25,6 +25,7 @@ from ncclguard.frames import thread_frames
 from ncclguard.torch_compat import sockets
 from ncclguard.transport.base import TransportError
 from ncclguard.transport.bounded import bounded
+from ncclguard_explain.language import Message, told, tr
 
 _INTERVAL = 0.01  # seconds a thread must have slept through
 
@@ -111,7 +112,11 @@ def _unfinished(recorder: str) -> set[str] | None:
     try:
         return {entry["process_group"][0] for entry in trace.get("entries", ()) if not torch_compat.recorded_end(entry)}
     except (LookupError, TypeError, AttributeError):
-        logger.warning("torch's flight recorder of %s could not be read: taken as unknown", recorder, exc_info=True)
+        logger.warning(
+            "%s",
+            told("torch's flight recorder of {name} could not be read: taken as unknown", "log", name=recorder),
+            exc_info=True,
+        )
         return None
 
 
@@ -147,14 +152,16 @@ class Stop:
         end = time.monotonic() + STOP_BOUND
         for name, done in zip(self.names, self._done, strict=True):
             if not done.wait(max(0.0, end - time.monotonic())):
-                self.failures.append(f"{name}: not done after {STOP_BOUND:g} s")
+                self.failures.append(told("{name}: not done after {seconds:g} s", name=name, seconds=STOP_BOUND))
 
     def _run(self, group: dist.ProcessGroup, name: str, done: threading.Event) -> None:
         if self._announce is not None:
             try:
                 self._announce(group)
             except Exception:
-                logger.exception("%s is stopped without a word to ranks that come late", name)
+                logger.exception(
+                    "%s", told("{what} is stopped without a word to ranks that come late", "log", what=name)
+                )
         try:
             gloo = torch_compat.gloo_backend(group)
             if gloo is not None:
@@ -164,7 +171,7 @@ class Stop:
             if torch_compat.under_detail():
                 _cut_checker(group)
         except Exception as error:
-            logger.exception("%s could not be stopped", name)
+            logger.exception("%s", told("{what} could not be stopped", "log", what=name))
             self.failures.append(f"{name}: {type(error).__name__}: {error}")
         finally:
             done.set()
@@ -189,10 +196,13 @@ def _cut_checker(group: dist.ProcessGroup) -> None:
     sockets.shut(sockets.connections(lambda local, remote: local in listening or remote in listening))
 
 
-def describe(group: dist.ProcessGroup) -> str:
+def describe(group: dist.ProcessGroup) -> Message:
     """Name a group in a message, such as ``process group '0' (default_pg, gloo, 4 ranks)``."""
-    own_name = "" if group.group_desc == "undefined" else f"{group.group_desc}, "
-    return f"process group {group.group_name!r} ({own_name}{'/'.join(sorted(backends(group)))}, {group.size()} ranks)"
+    name, given, count = repr(group.group_name), "/".join(sorted(backends(group))), group.size()
+    if group.group_desc == "undefined":
+        return tr("process group {name} ({given}, {count} ranks)", name=name, given=given, count=count)
+    kind = str(group.group_desc)
+    return tr("process group {name} ({kind}, {given}, {count} ranks)", name=name, kind=kind, given=given, count=count)
 
 
 T = TypeVar("T")
@@ -293,9 +303,13 @@ class Board:
             except (TransportError, StoreUnavailable, ValueError) as error:
                 self._silent = True
                 logger.warning(
-                    "%s failed: %s. A rank that comes late is not told before its collective that its peers have given up.",
-                    what,
-                    error,
+                    "%s",
+                    told(
+                        "{what} failed: {error}. A rank that comes late is not told before its collective that its peers have given up.",
+                        "log",
+                        what=what,
+                        error=error,
+                    ),
                 )
                 return None
 

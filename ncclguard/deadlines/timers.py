@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, Final, Protocol
 
 from ncclguard import lifecycle
+from ncclguard_explain.language import told
 
 # CPython's own functions beneath those of `signal`, whose search for an enum member is two thirds of a block's cost
 try:
@@ -315,7 +316,12 @@ class Watchdog:
 
     def _start(self) -> None:
         if self._closing:
-            logger.warning("a time limit was entered while the interpreter exits: no watchdog looks after it any more")
+            logger.warning(
+                "%s",
+                told(
+                    "a time limit was entered while the interpreter exits: no watchdog looks after it any more", "log"
+                ),
+            )
             return
         self._thread = threading.Thread(target=self._run, name="ncclguard-deadlines", daemon=True)
         self._thread.start()
@@ -337,5 +343,5 @@ class Watchdog:
                     watched.look_at = watched.look(now)
                 except Exception:
                     # One block's trouble must not leave the others without a limit; it is looked at again later.
-                    logger.exception("looking after a time limit failed; trying again in a second")
+                    logger.exception("%s", told("looking after a time limit failed; trying again in a second", "log"))
                     watched.look_at = time.monotonic() + 1.0

@@ -21,7 +21,7 @@ from ncclguard.protocol.timing import period
 from ncclguard.torch_compat.groups import Store
 from ncclguard.transport.base import Builder, Communicator, TransportError
 from ncclguard.transport.bounded import bounded
-from ncclguard_explain.language import joined, tr
+from ncclguard_explain.language import joined, told, tr
 
 log = logging.getLogger("ncclguard")
 
@@ -122,7 +122,12 @@ class Communicators:
             # Not in this thread: the store's host may be stopped.
             return bounded("reading a result", read, max(seconds, 0.0), lambda: None)[0]
         except (StoreUnavailable, TransportError) as error:
-            log.warning("ncclguard: the result of operation %d could not be read: %s", sequence, error)
+            log.warning(
+                "ncclguard: %s",
+                told(
+                    "the result of operation {number} could not be read: {error}", "log", number=sequence, error=error
+                ),
+            )
             return None
 
     def gone(self, rank: int, since: float) -> str:
@@ -176,7 +181,10 @@ class Communicators:
             )
         except Exception as error:  # whatever it is: a caller waits for this thread
             if not isinstance(error, (TransportError, StoreUnavailable, RuntimeError)):
-                log.exception("ncclguard: building the communicator of generation %d failed", generation)
+                log.exception(
+                    "ncclguard: %s",
+                    told("building the communicator of generation {generation} failed", "log", generation=generation),
+                )
             kind = TroubleKind.RAISED if torch_compat.of_own_device(error) else TroubleKind.TRANSPORT
             state.trouble(generation, kind, tr("the communicator could not be built: {error}", error=error))
             self._monitor.wake()

@@ -32,6 +32,7 @@ from ncclguard.transport.memory import (
     tensor_of,
     writable,
 )
+from ncclguard_explain.language import told
 
 log = logging.getLogger("ncclguard")
 
@@ -66,7 +67,10 @@ class Execution(ABC):
         except MemoryError:
             if atomic == "require" or not atomic:
                 raise
-            log.warning("ncclguard: no memory to back up %s; a failure may leave it torn", text)
+            log.warning(
+                "ncclguard: %s",
+                told("no memory to back up {operation}; a failure may leave it torn", "log", operation=text),
+            )
             self.reserve(False, in_flight)
 
     def payload(self, limit: int) -> torch.Tensor | None:

@@ -211,7 +211,14 @@ class GuardedGroup:
         work.finish(opened.participants)
         # The copies are queued on the current stream; others, and callbacks, may use the memory after this.
         if self._queues and not drained(self.device, max(opened.deadline, time.monotonic() + QUIET)):
-            log.warning("ncclguard: the result of %s will be there when the CUDA stream has come to it", call.text)
+            log.warning(
+                "ncclguard: %s",
+                told(
+                    "the result of {operation} will be there when the CUDA stream has come to it",
+                    "log",
+                    operation=call.text,
+                ),
+            )
         return outcomes.success(self._state.key, call, opened, attempts, work.pieces)
 
     def _take_donated(self, call: Call, work: Execution, opened: OpenCall, attempts: int, donated: str) -> Outcome:

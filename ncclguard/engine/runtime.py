@@ -291,7 +291,7 @@ class Runtime:
             elif job:
                 self._writer.wait(REPORT_WITHIN)
         except Exception:
-            log.exception("ncclguard: leaving failed; the process goes on to its end")
+            log.exception("ncclguard: %s", told("leaving failed; the process goes on to its end", "log"))
         finally:
             # Not before: a launcher sends SIGTERM as soon as one rank is gone, and the report is still being written.
             self.termination.uninstall()
@@ -388,11 +388,15 @@ class Runtime:
             try:
                 listener.membership_changed(change)
             except Exception:
-                log.exception("ncclguard: a listener failed when %s; the job goes on", change)
+                log.exception(
+                    "ncclguard: %s", told("a listener failed when {change}; the job goes on", "log", change=change)
+                )
         try:
             self._sequels.changed(change, participants)
         except Exception:
-            log.exception("ncclguard: no report will say that the job %s; it goes on", change)
+            log.exception(
+                "ncclguard: %s", told("no report will say that the job {change}; it goes on", "log", change=change)
+            )
 
     def _publish_alone(self, incident: Incident) -> None:
         """No agreement: one rank of each host reports what it sees."""
@@ -717,4 +721,7 @@ def _try(function: Callable[[], None]) -> None:
     try:
         function()
     except (GuardError, RuntimeError) as error:
-        log.warning("ncclguard could not start with the process group that exists already: %s", error)
+        log.warning(
+            "%s",
+            told("ncclguard could not start with the process group that exists already: {error}", "log", error=error),
+        )

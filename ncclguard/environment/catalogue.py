@@ -671,31 +671,35 @@ UNREAD_VARIABLES: tuple[Variable, ...] = tuple(
     for name, sentence, source, instead in (
         (
             "NCCL_TIMEOUT",
-            "Nothing reads this name: it is in no NCCL from 2.3.5 to 2.30.7 and in no torch from 2.0 to 2.13.",
+            tr("Nothing reads this name: it is in no NCCL from 2.3.5 to 2.30.7 and in no torch from 2.0 to 2.13."),
             "source of 62 NCCL tags; strings of the torch 2.0 to 2.13 and libnccl 2.29.7 binaries",
-            "init_process_group(timeout=timedelta(seconds=...)) for torch, NCCLGUARD_TIMEOUT for guarded collectives",
+            tr(
+                "init_process_group(timeout=timedelta(seconds=...)) for torch, NCCLGUARD_TIMEOUT for guarded collectives"
+            ),
         ),
         (
             "NCCL_TIMEOUT_MINS",
-            "Nothing reads this name.",
+            tr("Nothing reads this name."),
             "source of 62 NCCL tags; strings of the torch 2.13 and libnccl 2.29.7 binaries",
-            "init_process_group(timeout=timedelta(minutes=...)) for torch, NCCLGUARD_TIMEOUT for guarded collectives",
+            tr(
+                "init_process_group(timeout=timedelta(minutes=...)) for torch, NCCLGUARD_TIMEOUT for guarded collectives"
+            ),
         ),
         (
             "TORCH_NCCL_TIMEOUT",
-            "Nothing reads this name.",
+            tr("Nothing reads this name."),
             "strings of the torch 2.13 binaries",
             "init_process_group(timeout=timedelta(seconds=...))",
         ),
         (
             "GLOO_TIMEOUT",
-            "Nothing reads this name.",
+            tr("Nothing reads this name."),
             "strings of the torch 2.13 binaries",
-            "init_process_group(timeout=timedelta(seconds=...)) or new_group(timeout=...)",
+            tr("init_process_group(timeout=timedelta(seconds=...)) or new_group(timeout=...)"),
         ),
         (
             "TORCH_DISTRIBUTED_TIMEOUT",
-            "Nothing reads this name.",
+            tr("Nothing reads this name."),
             "strings and Python files of torch 2.13",
             "init_process_group(timeout=timedelta(seconds=...))",
         ),

@@ -75,8 +75,8 @@ def _json(values: Mapping[str, str], comments: Mapping[str, str]) -> str:
 
 def _slurm(values: Mapping[str, str], comments: Mapping[str, str]) -> str:
     # Exports and not `--export=A=b`: that option splits its value at commas, which NCCL_IB_HCA has.
-    head = "# in the batch script, before srun, which hands the environment on\n#SBATCH --export=ALL\n"
-    return head + _shell(values, comments)
+    head = told("in the batch script, before srun, which hands the environment on")
+    return f"# {head}\n#SBATCH --export=ALL\n{_shell(values, comments)}"
 
 
 def _k8s(values: Mapping[str, str], comments: Mapping[str, str]) -> str:
@@ -165,11 +165,12 @@ def _say_what_is_wrong(report: EnvironmentReport, values: dict[str, str], format
         print(f"ncclguard env: {finding}", file=sys.stderr)
     dependent = host_dependent(list(values))
     if format_name in SHARED_FORMATS and dependent:
-        print(
-            f"ncclguard env: {', '.join(dependent)} fit this host; where names differ from host to host, leave them "
-            "out and call ncclguard.setup_env() in the program, which chooses on each host",
-            file=sys.stderr,
+        text = told(
+            "{some} fit this host; where names differ from host to host, leave them out and call "
+            "ncclguard.setup_env() in the program, which chooses on each host",
+            some=", ".join(dependent),
         )
+        print(f"ncclguard env: {text}", file=sys.stderr)
 
 
 def _say_if_emulated() -> None:
@@ -180,7 +181,9 @@ def _say_if_emulated() -> None:
     import torch  # only here: it takes seconds
 
     if torch.cuda.is_available() and "emulated" in (name := torch.cuda.get_device_name()):
-        warning = f"the GPU is an emulated one ({name}): what is measured here says nothing of a real one"
+        warning = told(
+            "the GPU is an emulated one ({name}): what is measured here says nothing of a real one", name=name
+        )
         print(f"ncclguard env: {warning}", file=sys.stderr)
 
 
@@ -212,13 +215,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if arguments.limits:
         return _say_limits(report, arguments.format)
-    _say_if_emulated()
     values = _values(report)
     with speaking_to(sys.stdout):
         comments = _comments(report, values) if arguments.explain else None
-    print(render(values, arguments.format, comments))
-    if comments and arguments.format in UNCOMMENTED_FORMATS:
-        for name, text in comments.items():
-            print(f"{name}: {text}", file=sys.stderr)
-    _say_what_is_wrong(report, values, arguments.format)
+        print(render(values, arguments.format, comments))
+    with speaking_to(sys.stderr):
+        _say_if_emulated()
+        if comments and arguments.format in UNCOMMENTED_FORMATS:
+            for name, text in comments.items():
+                print(f"{name}: {text}", file=sys.stderr)
+        _say_what_is_wrong(report, values, arguments.format)
     return 0

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pydantic import BaseModel
+from rich.cells import cell_len
 
 from ncclguard.config import current_config, seconds
 from ncclguard.environment.catalogue import (
@@ -49,7 +50,7 @@ from ncclguard.environment.network import (
 from ncclguard.environment.versions import Versions, detect_versions, within
 from ncclguard.spelling import hinted
 from ncclguard_explain.host import read_conf, read_file
-from ncclguard_explain.language import Message, joined, told, tr
+from ncclguard_explain.language import Message, current, joined, received, said, say, told, tr
 
 Severity = Literal["error", "warning"]
 
@@ -62,8 +63,16 @@ class Finding(BaseModel, frozen=True):
     detail: Prose
     advice: Prose
 
+    @property
+    def text(self) -> Message:
+        """One line: how bad it is, what it is, and what to do."""
+        return joined(": ", (_SEVERITY[self.severity], joined("; ", (self.detail, self.advice))))
+
     def __str__(self) -> str:
-        return f"{self.severity}: {self.detail}; {self.advice}"
+        return say(self.text)
+
+
+_SEVERITY: Mapping[str, Message] = {"error": tr("error", "setup"), "warning": tr("warning", "setup")}
 
 
 def _finding(name: str, severity: Severity, detail: str, advice: str) -> Finding:
@@ -326,7 +335,13 @@ class Setting(BaseModel, frozen=True):
 class Late(Setting, frozen=True):
     """A variable that was not set, and what has happened already that reads it."""
 
-    after: str
+    after: Prose
+
+    @property
+    def text(self) -> Message:
+        """The variable, and why it is too late for it."""
+        setting = f"{self.name}={self.value}"
+        return tr("{setting}: {why} ({because})", setting=setting, why=self.why, because=self.after)
 
 
 class Kept(BaseModel, frozen=True):
@@ -339,6 +354,15 @@ class Kept(BaseModel, frozen=True):
     value: str
     origin: str = "environment"
     proposed: str | None = None
+
+    @property
+    def text(self) -> Message:
+        """The variable, where it is from, and what it is instead of."""
+        setting = f"{self.name}={self.value}"
+        origin = tr("environment", "setup") if self.origin == "environment" else self.origin
+        if self.proposed in (None, self.value):
+            return tr("{setting} (from {origin})", setting=setting, origin=origin)
+        return tr("{setting} (from {origin}, instead of {value})", setting=setting, origin=origin, value=self.proposed)
 
 
 class EnvironmentReport(BaseModel, frozen=True):
@@ -365,39 +389,43 @@ class EnvironmentReport(BaseModel, frozen=True):
         return not self.too_late and not any(finding.severity == "error" for finding in self.wrong)
 
     @property
-    def one_line(self) -> str:
+    def one_line(self) -> Message:
         """The line that rank 0 logs."""
+        name = self.interface.name or tr("unknown", "setup")
         parts = [
-            f"interface {self.interface.name or 'unknown'} ({self.interface.evidence})",
-            f"profile {self.profile.name}",
-            f"{len(self.set)} variables set, {len(self.kept)} kept",
+            tr("interface {name} ({evidence})", name=name, evidence=self.interface.evidence),
+            tr("profile {name}", name=self.profile.name),
+            tr("{count} variables set, {number} kept", count=len(self.set), number=len(self.kept)),
             self.limits.one_line,
         ]
         for after in dict.fromkeys(setting.after for setting in self.too_late):
             names = ", ".join(setting.name for setting in self.too_late if setting.after == after)
-            parts.append(f"too late, {after}, for {names}")
+            parts.append(tr("too late, {because}, for {some}", because=after, some=names))
         if self.wrong:
-            parts.append("wrong: " + " | ".join(str(finding) for finding in self.wrong))
-        return "; ".join(parts)
+            parts.append(tr("wrong: {text}", text=joined(" | ", [finding.text for finding in self.wrong])))
+        return joined("; ", parts)
 
     def __str__(self) -> str:
-        nccl = self.versions.nccl or f"none ({self.versions.nccl_source})"
-        lines = [
-            f"torch {self.versions.torch}, NCCL {nccl}",
-            f"interface  {self.interface.name or 'unknown'}: {self.interface.evidence}",
-            *(f"           {note}" for note in self.interface.notes),
-            f"profile    {self.profile.name}: {self.profile.reason}",
-        ]
-        lines += [f"set        {entry.name}={entry.value}: {entry.why}" for entry in self.set]
-        lines += [_kept_line(entry) for entry in self.kept]
-        lines += [f"too late   {entry.name}={entry.value}: {entry.why} ({entry.after})" for entry in self.too_late]
-        lines += [f"{finding.severity:<10} {finding.detail}; {finding.advice}" for finding in self.wrong]
-        return "\n".join([*lines, "limits", *(f"  {rung}" for rung in self.limits.rungs)])
+        versions, interface, profile = self.versions, self.interface, self.profile
+        nccl = versions.nccl or tr("none ({text})", text=received(versions.nccl_source))
+        reached = joined(": ", (interface.name or tr("unknown", "setup"), interface.evidence))
+        lines = [tr("torch {torch}, NCCL {nccl}", torch=versions.torch, nccl=nccl).said(current())]
+        lines.append(_row(tr("interface", "setup"), reached))
+        lines += [_row("", note) for note in interface.notes]
+        lines.append(_row(tr("profile", "setup"), joined(": ", (profile.name, profile.reason))))
+        lines += [_row(tr("set", "setup"), joined(": ", (f"{one.name}={one.value}", one.why))) for one in self.set]
+        lines += [_row(tr("kept", "setup"), one.text) for one in self.kept]
+        lines += [_row(tr("too late", "setup"), one.text) for one in self.too_late]
+        lines += [_row(_SEVERITY[one.severity], joined("; ", (one.detail, one.advice))) for one in self.wrong]
+        return "\n".join([*lines, told("limits", "setup"), *(f"  {rung}" for rung in self.limits.rungs)])
 
 
-def _kept_line(entry: Kept) -> str:
-    proposed = f", instead of {entry.proposed}" if entry.proposed not in (None, entry.value) else ""
-    return f"kept       {entry.name}={entry.value} (from {entry.origin}{proposed})"
+def _row(head: str, text: str) -> str:
+    return f"{_padded(say(head), 10)} {say(text)}"
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * (width - cell_len(text))
 
 
 # ----------------------------------------------------------------- the plan, in the names that the versions read
@@ -561,9 +589,9 @@ def process_group_exists() -> bool:
 def _late_after(name: str) -> str:
     """Return the event that makes setting a variable too late; "" for none."""
     if process_group_exists():  # also for DeepSpeed's variables: it uses an existing group as it is
-        return "init_process_group has been called"
+        return tr("init_process_group has been called")
     read_by_deepspeed = CATALOGUE[name].read_at == "import deepspeed" and "deepspeed" in sys.modules
-    return "deepspeed has been imported" if read_by_deepspeed else ""
+    return tr("deepspeed has been imported") if read_by_deepspeed else ""
 
 
 def _findings(situation: _Situation, theirs: Mapping[str, str]) -> list[Finding]:
@@ -719,7 +747,7 @@ def setup_env(
             written=_written,
         )
     if read_job(os.environ).is_rank_zero:
-        _log.log(logging.INFO if report.ok and not report.wrong else logging.WARNING, "%s", report.one_line)
+        _log.log(logging.INFO if report.ok and not report.wrong else logging.WARNING, "%s", say(report.one_line))
     return report
 
 
@@ -740,9 +768,14 @@ class Rung(BaseModel, frozen=True):
     seconds: float | None
     origin: Prose
 
+    def said(self, language: str) -> str:
+        """Return the limit as a row of a table, in a language."""
+        figure = tr("none", "doctor").said(language) if self.seconds is None else f"{self.seconds:g} s"
+        name, origin = (str(said(text, language)) for text in (self.name, self.origin))
+        return f"{_padded(name, 22)} {' ' * (9 - cell_len(figure))}{figure}  {origin}"
+
     def __str__(self) -> str:
-        figure = "none" if self.seconds is None else f"{self.seconds:g} s"
-        return f"{self.name:<22} {figure:>9}  {self.origin}"
+        return self.said(current())
 
 
 class Ladder(BaseModel, frozen=True):
@@ -786,8 +819,13 @@ class Ladder(BaseModel, frozen=True):
         figures = joined(" < ", (none if rung.seconds is None else f"{rung.seconds:g}" for rung in self.rungs))
         return tr("limits in s (guard < process group < heartbeat < launcher): {figures}", figures=figures)
 
+    def said(self, language: str) -> str:
+        """Return the limits as a table, in a language."""
+        wrong = [tr("wrong: {text}", text=problem).said(language) for problem in self.problems]
+        return "\n".join([*(rung.said(language) for rung in self.rungs), *wrong])
+
     def __str__(self) -> str:
-        return "\n".join([*(str(rung) for rung in self.rungs), *(f"wrong: {problem}" for problem in self.problems)])
+        return self.said(current())
 
 
 def _up_to_minutes(seconds: float) -> int:
@@ -835,11 +873,11 @@ def _heartbeat(proposed: int, environ: Mapping[str, str], versions: Versions) ->
 
 def _launcher(given: float | None, environ: Mapping[str, str]) -> Rung:
     if given is not None:
-        return Rung(name=tr("launcher"), seconds=given, origin="given")
+        return Rung(name=tr("launcher"), seconds=given, origin=tr("given", "setup"))
     start, end = _number(environ, "SLURM_JOB_START_TIME"), _number(environ, "SLURM_JOB_END_TIME")
     if start is not None and end is not None and end > start:
         return Rung(name=tr("launcher"), seconds=end - start, origin=tr("time limit of the Slurm job"))
-    return Rung(name=tr("launcher"), seconds=None, origin="unknown: its limit has to exceed those above")
+    return Rung(name=tr("launcher"), seconds=None, origin=tr("unknown: its limit has to exceed those above"))
 
 
 def compute_ladder(
@@ -960,10 +998,10 @@ class Profile(BaseModel, frozen=True):
     """A network profile: its name, why it was taken, and the (variable, value, reason) it asks for."""
 
     name: str
-    reason: str
+    reason: Prose
     ports: tuple[str, ...] = ()
     settings: tuple[tuple[str, str, Prose], ...] = ()
-    trouble: str | None = None
+    trouble: Prose | None = None
 
 
 def compute_ports(ports: Sequence[Port], *, roce: bool) -> tuple[Port, ...]:
@@ -1046,17 +1084,17 @@ def choose_profile(name: str, ports: Sequence[Port], versions: Versions) -> Prof
             told("profile {name} does not exist; it is one of {some}", name=repr(name), some=", ".join(PROFILE_NAMES))
         )
     if name == "infiniband":
-        return _infiniband(ports, "asked for")
+        return _infiniband(ports, tr("asked for"))
     if name == "roce":
-        return _roce(ports, "asked for", versions)
+        return _roce(ports, tr("asked for"), versions)
     if name == "ethernet":
-        return _ethernet(ports, "asked for", named=True)
+        return _ethernet(ports, tr("asked for"), named=True)
     fast = compute_ports(ports, roce=False)
     if fast:
-        return _infiniband(ports, f"{len(fast)} active InfiniBand ports")
+        return _infiniband(ports, tr("{count} active InfiniBand ports", count=len(fast)))
     fast = compute_ports(ports, roce=True)
     if fast:
-        return _roce(ports, f"{len(fast)} active RoCE ports", versions)
+        return _roce(ports, tr("{count} active RoCE ports", count=len(fast)), versions)
     inactive = ", ".join(f"{port.name} {port.state or 'unknown'} {port.layer}" for port in ports)
-    reason = f"no usable RDMA port ({inactive})" if inactive else "no RDMA hardware"
+    reason = tr("no usable RDMA port ({some})", some=inactive) if inactive else tr("no RDMA hardware")
     return _ethernet(ports, reason, named=False)

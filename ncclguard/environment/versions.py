@@ -9,6 +9,8 @@ from importlib import metadata
 
 from pydantic import BaseModel
 
+from ncclguard_explain.language import tr
+
 #: The NCCL that the CUDA wheels of each torch bundle (metadata of the wheels).
 BUNDLED_NCCL: dict[str, str] = {
     "2.2": "2.19.3",
@@ -110,15 +112,17 @@ def detect_versions() -> Versions:
     nccl2 = within(torch, _NCCL2_SINCE, None) and os.environ.get("TORCH_DIST_USE_NCCL2", "1") != "0"
     loaded = _nccl_of_loaded_torch()
     if loaded is not None:
-        return Versions(torch=torch, nccl=loaded, nccl_source="the loaded torch", nccl2=nccl2)
+        return Versions(torch=torch, nccl=loaded, nccl_source=tr("the loaded torch"), nccl2=nccl2)
     if "+cpu" not in torch:
         for package in _NCCL_PACKAGES:
             version = _package_version(package)
             if version is not None:
-                return Versions(torch=torch, nccl=version, nccl_source=f"the package {package}", nccl2=nccl2)
+                return Versions(
+                    torch=torch, nccl=version, nccl_source=tr("the package {name}", name=package), nccl2=nccl2
+                )
     minor = ".".join(str(part) for part in parse_version(torch)[:2])
     assumed = BUNDLED_NCCL.get(minor)
     if assumed is None and parse_version(torch) > parse_version(max(BUNDLED_NCCL, key=parse_version)):
         assumed = BUNDLED_NCCL[max(BUNDLED_NCCL, key=parse_version)]
-    source = "this torch has no NCCL in it"
+    source = tr("this torch has no NCCL in it")
     return Versions(torch=torch, nccl=None, nccl_source=source, nccl_assumed=assumed, nccl2=nccl2)

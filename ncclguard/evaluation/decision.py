@@ -433,10 +433,17 @@ def log_to(sink: Any, metrics: Mapping[str, float], step: int | None) -> bool:
             sink(dict(metrics), step)
         else:
             log.warning(
-                "ncclguard: %s has none of log_metrics, add_scalar and log: metrics go nowhere", type(sink).__name__
+                "ncclguard: %s",
+                told(
+                    "{kind} has none of log_metrics, add_scalar and log: metrics go nowhere",
+                    "log",
+                    kind=type(sink).__name__,
+                ),
             )
             return False
     except Exception:
-        log.exception("ncclguard: the metrics of a failed evaluation could not be logged; training goes on")
+        log.exception(
+            "ncclguard: %s", told("the metrics of a failed evaluation could not be logged; training goes on", "log")
+        )
         return False
     return True

@@ -63,7 +63,7 @@ from ncclguard.phases import inside_section
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.spelling import meant, no_argument
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import joined, say, told, tr
+from ncclguard_explain.language import joined, received, say, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
@@ -105,7 +105,9 @@ def one_try(name: str, members: tuple[int, ...], timeout: float) -> Iterator[pro
             yield redirection
         return
     sections = _sections()
-    sections.enter(f"{name} of {ranks_text(members)}", members)  # who are fewer when a lost rank's try is made again
+    sections.enter(
+        tr("{evaluation} of {ranks}", evaluation=name, ranks=ranks_text(members)), members
+    )  # who are fewer when a lost rank's try is made again
     try:
         with inside_section(name, timeout), redirection:
             yield redirection
@@ -162,10 +164,13 @@ def check_batch_size(owner: Any, batch_size: BatchSize, function: str) -> None:
         return
     what = f"batch_size={batch_size!r} of {function}"
     if owner is None:
-        raise GuardConfigError(
-            f"{what} names an attribute, but {function} was called without arguments, so there is no object that could "
-            "have it: give a callable that gets the divisor"
+        text = told(
+            "{what} names an attribute, but {name} was called without arguments, so there is no object that could have "
+            "it: give a callable that gets the divisor",
+            what=what,
+            name=function,
         )
+        raise GuardConfigError(text)
     try:
         holder, name = _holder_of(owner, batch_size)
         value = getattr(holder, name)
@@ -198,11 +203,14 @@ def check_divisible(value: Any) -> None:
     """Raise TypeError for anything but a batch size, or a DataLoader that has one."""
     if isinstance(value, DataLoader):
         if value.batch_size is None or type(value.batch_sampler) is not BatchSampler:
-            raise TypeError("this DataLoader has a batch sampler of its own: give `batch_size` as a callable instead")
+            text = told("this DataLoader has a batch sampler of its own: give `batch_size` as a callable instead")
+            raise TypeError(text)
     elif isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"a batch size is a whole number or a DataLoader, not {type(value).__name__}: give a callable instead"
+        text = told(
+            "a batch size is a whole number or a DataLoader, not {kind}: give a callable instead",
+            kind=type(value).__name__,
         )
+        raise TypeError(text)
 
 
 def smaller(value: Any, divisor: int) -> Any:
@@ -255,10 +263,11 @@ def alone_in_the_world(models: Iterable[nn.Module]) -> Iterator[None]:
     """
     models = tuple(models)
     if any(hasattr(parameter, "ds_id") for model in models for parameter in model.parameters()):
-        raise ValueError(
+        text = told(
             "the parameters are partitioned over the ranks (ZeRO-3), so one rank cannot evaluate alone: "
             "use smaller batches, or switch the evaluation off"
         )
+        raise ValueError(text)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         yield
         return
@@ -282,10 +291,11 @@ def countdown(what: str, seconds: float, every: float = EVERY) -> Iterator[None]
 
     def tick() -> None:
         while not over.wait(every):
-            log.warning("ncclguard: waiting for %s, %.0f s left", what, max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            log.warning("ncclguard: %s", told("waiting for {what}, {seconds:.0f} s left", what=what, seconds=left))
 
     thread = threading.Thread(target=tick, name="ncclguard-countdown", daemon=True)
-    log.warning("ncclguard: waiting for %s, for at most %.0f s", what, seconds)
+    log.warning("ncclguard: %s", told("waiting for {what}, for at most {seconds:.0f} s", what=what, seconds=seconds))
     thread.start()
     try:
         yield
@@ -334,7 +344,10 @@ def record_partial(result: Any, done: int, total: int = 0) -> None:
     >>> record_partial((0.31, 0.9), done=1, total=3)
     """
     if done < 0 or (total and done > total):
-        raise ValueError(f"done is {done} of {total}: give the number of data sets or batches that are in")
+        text = told(
+            "done is {number} of {count}: give the number of data sets or batches that are in", number=done, count=total
+        )
+        raise ValueError(text)
     if _current is not None:
         _current.add(result, done, total)
 
@@ -572,7 +585,9 @@ class Evaluation:
             return result, self._packed(result, "the result") if shares else None
 
         with recorded(latest_only=self._options.combine is not None) as recorder:
-            found, mine = self._inside(f"{self._label}, try {attempt}", evaluate)
+            found, mine = self._inside(
+                tr("{evaluation}, try {number}", evaluation=self._label, number=attempt), evaluate
+            )
         result, shared = found or (None, None)
         mine = replace(self._with_part(mine, recorder), result=shared)
         decided, meeting = self._meet(mine, f"{self._label}, end of try {attempt}", attempt, self._options.max_attempts)
@@ -589,11 +604,11 @@ class Evaluation:
             smaller = divided(job.owner, self._options.batch_size, divisor)
             try:
                 with recorded(), smaller, alone_in_the_world(job.models):
-                    sent = self._packed(job.run(divisor), "the result"), RankResult(chosen)
+                    sent = self._packed(job.run(divisor), tr("the result")), RankResult(chosen)
             except BaseException as error:  # noqa: BLE001 - whatever the evaluation raises is what this is for
                 sent = None, self._ended_by(error)
             restore()  # the other ranks have not evaluated, and state that is equal on all ranks must stay equal
-        what = f"the {self._label} on rank {chosen}"
+        what = tr("the {evaluation} on rank {rank}", evaluation=self._label, rank=chosen)
         with nullcontext() if sent is not None else countdown(what, self._options.timeout):
             meeting = self._tell(sent, chosen, f"{self._label} on rank {chosen}, try {attempt}")
         shared = None
@@ -651,7 +666,10 @@ class Evaluation:
         outcome = failed_collective(error, failures)
         if outcome is not None:
             text = outcome.incident.summary if outcome.incident is not None else str(outcome.error)
-            log.info("ncclguard: rank %d: %s ended here: %s", self._rank, self._label, text)
+            ended = told(
+                "rank {rank}: {name} ended here: {text}", rank=self._rank, name=self._label, text=received(text)
+            )
+            log.info("ncclguard: %s", ended)
             return RankResult(
                 self._rank, Kind.COLLECTIVE, text, outcome.cause, outcome.culprits, reported_as(outcome.incident)
             )
@@ -675,9 +693,10 @@ class Evaluation:
         if self._options.combine is None or not self._options.accept_partial or not mine.done:
             return mine
         try:
-            return replace(mine, part=self._packed(recorder.latest, "the partial result"))
+            return replace(mine, part=self._packed(recorder.latest, tr("the partial result")))
         except ValueError as error:
-            log.warning("ncclguard: rank %d: %s: %s", self._rank, self._label, error)
+            text = told("rank {rank}: {name}: {error}", rank=self._rank, name=self._label, error=error)
+            log.warning("ncclguard: %s", text)
             return replace(mine, unsent=describe_exception(error))
 
     def _weigh_part(self, decided: Decision, meeting: Meeting, recorder: Recorder, attempt: int) -> None:
@@ -746,9 +765,12 @@ class Evaluation:
         try:
             return pickle.dumps(value)
         except Exception as error:  # whatever an object's own reduction raises
-            raise ValueError(
-                f"{what} cannot be pickled ({error}): use plain data, such as numbers, lists and tensors"
-            ) from error
+            text = told(
+                "{what} cannot be pickled ({error}): use plain data, such as numbers, lists and tensors",
+                what=what,
+                error=error,
+            )
+            raise ValueError(text) from error
 
     def _unpacked(self, sent: Any) -> Any:
         return sent if len(self._members) == 1 else pickle.loads(sent)
@@ -1069,7 +1091,9 @@ class GuardedEvaluation:
             ):  # those that need the rank that is gone end at once
                 self._options.save()
         except Exception:
-            log.exception("ncclguard: the checkpoint could not be saved; the job ends with the report")
+            log.exception(
+                "ncclguard: %s", told("the checkpoint could not be saved; the job ends with the report", "log")
+            )
 
 
 def check_runs(function: Callable[..., Any]) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ncclguard import torch_compat
+from ncclguard_explain.language import told
 
 log = logging.getLogger("ncclguard")
 
@@ -46,14 +47,18 @@ def keep(keepers: Iterable[Keeper]) -> Restore:
         try:
             restores.append(keeper())
         except Exception:
-            log.exception("ncclguard: a part of the state cannot be kept; a try that fails may change it")
+            log.exception(
+                "ncclguard: %s", told("a part of the state cannot be kept; a try that fails may change it", "log")
+            )
 
     def restore() -> None:
         for step in reversed(restores):
             try:
                 step()
             except Exception:
-                log.exception("ncclguard: a part of the state was not restored after a try that failed")
+                log.exception(
+                    "ncclguard: %s", told("a part of the state was not restored after a try that failed", "log")
+                )
 
     return restore
 
@@ -122,9 +127,13 @@ def gradients(modules: Iterable[nn.Module]) -> Keeper:
                     parameter.requires_grad_(required)
             if written:
                 log.warning(
-                    "ncclguard: the evaluation that failed wrote into %d gradients, which cannot be undone: "
-                    "evaluate without gradients, or before backward()",
-                    written,
+                    "ncclguard: %s",
+                    told(
+                        "the evaluation that failed wrote into {count} gradients, which cannot be undone: "
+                        "evaluate without gradients, or before backward()",
+                        "log",
+                        count=written,
+                    ),
                 )
 
         return restore

@@ -393,7 +393,7 @@ def _strike_process(fault: Fault) -> None:
     elif fault.fault == "partition":
         cut_off(fault.seconds or 0.0)
     else:
-        log.warning("injected fault: %d connections reset", reset_own_connections())
+        log.warning("%s", told("injected fault: {count} connections reset", "log", count=reset_own_connections()))
 
 
 # A raw fault strikes a rank by the number of collectives that torch has counted in the default group, whoever issues

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ncclguard.hang.names import names_of
 from ncclguard.hang.stacks import programs_line
-from ncclguard_explain.language import say, told
+from ncclguard_explain.language import joined, say, tr
 
 
 @dataclass
@@ -81,8 +81,11 @@ def lines_of(nodes: Sequence[Node], notes: Mapping[int, str], shown: int = 3) ->
         first = indent == "" and len(node.frames) > shown + 1
         frames = _shown(node.frames, len(node.frames) - shown, first)
         ended = {notes[rank] for rank in node.ranks if rank in notes} if not node.branches else set()
-        note = f" ({'; '.join(sorted(ended))})" if ended else ""
-        yield f"{indent}{say(names_of(node.ranks))}: {' -> '.join(frames) or told('here')}{note}"
+        stands = {"ranks": names_of(node.ranks), "text": " -> ".join(frames) or tr("here")}
+        line = tr("{ranks}: {text}", **stands)
+        if ended:
+            line = tr("{ranks}: {text} ({details})", **stands, details=joined("; ", sorted(ended)))
+        yield f"{indent}{say(line)}"
         left += [(branch, indent + "  ") for branch in reversed(node.branches)]
 
 

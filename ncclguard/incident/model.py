@@ -12,10 +12,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, field_validator
 
-from ncclguard.incident.stacks import innermost_of_program
+from ncclguard.incident.stacks import frame_text, innermost_of_program
 from ncclguard_explain.cause import MEANING, SEE_LOST, WORD, Cause
 from ncclguard_explain.language import Message, joined, read, said, say, told, tr
-from ncclguard_explain.ranks import FEW_RANKS, SHOWN_GROUPS, Hosts, duration, ranks_text, runs
+from ncclguard_explain.ranks import FEW_RANKS, SHOWN_GROUPS, Hosts, called, duration, ranks_text, runs
 
 #: Bytes that all readers of an incident read together, and the least and the most that one incident says of single
 #: ranks, as JSON.
@@ -483,7 +483,7 @@ def _culprit(group: Sequence[RankReport], placed: Hosts) -> list[str]:
         stack = told("{thread}, innermost last:", thread=thread)
         if left_out > 0:
             stack = told("{thread}, innermost last ({count} outer frames left out):", thread=thread, count=left_out)
-        lines += [f"    {stack}", *(f"      {_indented(frame)}" for frame in shown)]
+        lines += [f"    {stack}", *(f"      {_indented(frame_text(frame))}" for frame in shown)]
         if len(report.threads) > 1:
             lines.append(f"    {told('and {count} other threads: see to_json()', count=len(report.threads))}")
         elif report.threads:
@@ -502,10 +502,7 @@ def _since(line: Message, age: float | None) -> Message:
 
 
 def _sides(sides: Sequence[tuple[str, tuple[int, ...]]], placed: Hosts) -> list[str]:
-    lines = [
-        f"  {told('{ranks} called {operation}', ranks=placed.text(ranks), operation=read(text))}"
-        for text, ranks in sides[:SHOWN_GROUPS]
-    ]
+    lines = [f"  {said(called(placed.text(ranks), text))}" for text, ranks in sides[:SHOWN_GROUPS]]
     if len(sides) > SHOWN_GROUPS:
         lines.append(f"  {told('and {count} further calls: see to_json()', count=len(sides) - SHOWN_GROUPS)}")
     return lines

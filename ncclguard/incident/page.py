@@ -13,11 +13,12 @@ from typing import Any, Final
 import numpy as np
 
 from ncclguard.incident.model import Incident, RankReport, alike, meaning_of, optimizer_steps
+from ncclguard.incident.stacks import frame_text
 from ncclguard.incident.timeline import Bar, Document, Key, Lane, Timeline
 from ncclguard_explain.cause import WORD, Cause
 from ncclguard_explain.language import Message, joined, read, say, told, tr
 from ncclguard_explain.page import render
-from ncclguard_explain.ranks import FEW_RANKS, Hosts, duration, ranks_text
+from ncclguard_explain.ranks import FEW_RANKS, Hosts, called, duration, ranks_text
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 
@@ -83,6 +84,9 @@ def render_html(document: Document) -> str:
         rows=rows,
         open_table=OPEN_TABLE,
         meaning_of=meaning_of,
+        called=called,
+        frame_text=frame_text,
+        frame_texts=lambda lines: [*map(frame_text, lines)],
         word=WORD,
         unknown=Cause.UNKNOWN,
         ranks_text=placed.text,

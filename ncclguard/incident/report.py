@@ -95,7 +95,12 @@ class Writer:
             self._submitted += 1
             if self._submitted > AT_MOST:
                 if self._submitted == AT_MOST + 1:
-                    log.warning("ncclguard: this is incident %d of this process; no more are reported", AT_MOST + 1)
+                    log.warning(
+                        "ncclguard: %s",
+                        told(
+                            "this is incident {number} of this process; no more are reported", "log", number=AT_MOST + 1
+                        ),
+                    )
                 return
             self._waiting.append((incident, job, histories))
         self._begin()
@@ -141,7 +146,10 @@ class Writer:
                 else:
                     self._report(incident, job, histories)
             except Exception:
-                log.exception("ncclguard: the report of incident %s could not be made; the job goes on", incident.id)
+                log.exception(
+                    "ncclguard: %s",
+                    told("the report of incident {name} could not be made; the job goes on", "log", name=incident.id),
+                )
 
     def _report(self, incident: Incident, job: str, histories: Mapping[int, Any]) -> None:
         witness = self._witness if self._witness is not None and self._witness.begin() else None
@@ -150,7 +158,12 @@ class Writer:
             try:
                 show(incident, self._stream, said.evidence if said is not None else ())
             except (OSError, ValueError) as error:  # closed, full, or a pipe without a reader
-                log.warning("ncclguard: the panel of incident %s could not be shown: %s", incident.id, error)
+                log.warning(
+                    "ncclguard: %s",
+                    told(
+                        "the panel of incident {name} could not be shown: {error}", "log", name=incident.id, error=error
+                    ),
+                )
         document = self._document(incident, job, histories, said) if self._folder is not None else None
         if document is not None:
             self._write_files(document)
@@ -162,7 +175,10 @@ class Writer:
         if said is None:
             return
         if said.evidence:
-            log.warning("ncclguard: to incident %s: %s", incident.id, "\n".join(said.evidence))
+            log.warning(
+                "ncclguard: %s",
+                told("to incident {name}: {text}", "log", name=incident.id, text="\n".join(said.evidence)),
+            )
         if document is not None:
             self._write_files(document.model_copy(update={"ras": said}), again=True)
 
@@ -203,7 +219,12 @@ class Writer:
         try:
             texts[f"{name}.html"] = render_html(document)
         except PageError as error:
-            log.warning("ncclguard: the report of incident %s has no page: %s", document.incident.id, error)
+            log.warning(
+                "ncclguard: %s",
+                told(
+                    "the report of incident {name} has no page: {error}", "log", name=document.incident.id, error=error
+                ),
+            )
         for folder in self._folders():
             try:
                 write_all(folder, texts)

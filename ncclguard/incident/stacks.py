@@ -42,7 +42,7 @@ from typing import IO, Any, Final, NamedTuple
 import ncclguard_explain
 from ncclguard.frames import frames_from, frames_of_threads, thread_frames
 from ncclguard_explain.host import read_file
-from ncclguard_explain.language import tr
+from ncclguard_explain.language import told, tr
 
 SOURCE_LENGTH: Final = 160
 EXCEPTION_LENGTH: Final = 400
@@ -113,6 +113,34 @@ def _lines(spots: Sequence[_Spot], limit: int) -> tuple[str, ...]:
         left_out = len(lines) - kept - len(further)
         lines = [*lines[:kept], f"... {_count(left_out, 'line')} further out ...", *further]
     return tuple(reversed(lines))
+
+
+def frame_text(frame: str) -> str:
+    """Return a line of a stack, as any rank has made it, in the language of this process: what the program has stays.
+
+    >>> frame_text("ncclguard/collectives.py:2 in safe_thing: 3 frames of ncclguard")
+    'ncclguard/collectives.py:2 in safe_thing: 3 frames of ncclguard'
+    """
+    own = _FOLDED.fullmatch(frame)
+    if own is not None:
+        place, number = own.group("place"), int(own.group("count"))
+        if number == 1:
+            return told("{place}: 1 frame of ncclguard", place=place)
+        return told("{place}: {count} frames of ncclguard", place=place, count=number)
+    left_out = _LEFT_OUT.fullmatch(frame)
+    if left_out is not None:
+        number = int(left_out.group("count"))
+        return (
+            told("... 1 line further out ...")
+            if number == 1
+            else told("... {count} lines further out ...", count=number)
+        )
+    return frame
+
+
+#: Lines of a stack that `_lines` writes for others.
+_FOLDED = re.compile(r"(?P<place>.*): (?P<count>\d+) frames? of ncclguard")
+_LEFT_OUT = re.compile(r"\.\.\. (?P<count>\d+) lines? further out \.\.\.")
 
 
 def programs_thread(thread: int) -> str:
@@ -424,7 +452,10 @@ def offer(setting: str, thread: int) -> Offer | None:
             _file = os.fdopen(os.memfd_create(_FILE, os.MFD_CLOEXEC), "w")
             faulthandler.register(number, _file, all_threads=True, chain=False)
         except (OSError, RuntimeError, AttributeError) as error:  # a kernel without memfd, a system without signals
-            log.info("ncclguard: stacks cannot be offered to the other ranks of this host: %s", error)
+            log.info(
+                "ncclguard: %s",
+                told("stacks cannot be offered to the other ranks of this host: {error}", "log", error=error),
+            )
             return None
         _signal = number
     if signal.getsignal(_signal) is not signal.SIG_DFL:  # the program has set a handler of its own since
@@ -655,7 +686,12 @@ def _choose(setting: str) -> int:
         number = int(getattr(signal, setting, 0))
         if number == 0 or is_taken(number):
             log.warning(
-                "ncclguard: stack_signal %s is unknown or in use: no stacks are offered to other ranks", setting
+                "ncclguard: %s",
+                told(
+                    "stack_signal {given} is unknown or in use: no stacks are offered to other ranks",
+                    "log",
+                    given=setting,
+                ),
             )
             return 0
         return number
@@ -677,7 +713,9 @@ def _have_written(pid: int, given: Offer) -> str | None:
             _send(pid, thread, given.signal)
             return _read_all(file)
     except OSError as error:
-        log.info("ncclguard: the stacks of process %d cannot be read: %s", pid, error)
+        log.info(
+            "ncclguard: %s", told("the stacks of process {pid} cannot be read: {error}", "log", pid=pid, error=error)
+        )
         return ""
 
 

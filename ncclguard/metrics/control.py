@@ -94,7 +94,7 @@ class ControlSocket:
             except (OSError, ValueError) as error:
                 log.debug("ncclguard: a question to this rank was not answered: %s", error)
             except Exception:
-                log.exception("ncclguard: answering a command failed; the job goes on")
+                log.exception("ncclguard: %s", told("answering a command failed; the job goes on", "log"))
 
     def _talk(self, connection: socket.socket) -> None:
         question = json.loads(_line(connection, MAX_QUESTION))
@@ -117,7 +117,14 @@ def open_control(job: str, rank: int, answer: Answer) -> ControlSocket | None:
             raise
         return ControlSocket(listener, path, answer)
     except OSError as error:
-        log.warning("ncclguard: `ncclguard top` and `ncclguard set` cannot reach this rank: %s; the job goes on", error)
+        log.warning(
+            "ncclguard: %s",
+            told(
+                "`ncclguard top` and `ncclguard set` cannot reach this rank: {error}; the job goes on",
+                "log",
+                error=error,
+            ),
+        )
         return None
 
 
@@ -239,7 +246,8 @@ def choose(wanted: str | None) -> tuple[str, dict[int, Path]]:
     if wanted is not None and wanted in found:
         return wanted, found[wanted]
     if found:
-        known = tr("there are {some}", some=", ".join(f"{name} ({_process(ranks)})" for name, ranks in found.items()))
+        processes = [tr("{name} ({details})", name=name, details=_process(ranks)) for name, ranks in found.items()]
+        known = tr("there are {jobs}", jobs=joined(", ", processes))
     else:
         known = tr("one can be once its program calls setup_nccl_monitoring() or watch()")
     if wanted is not None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 from dataclasses import dataclass
 
 from ncclguard.metrics.statistics import Combined
+from ncclguard_explain.language import told
 
 #: Share of a limit that an operation may use before the limit is raised.
 NEAR = 0.5
@@ -326,7 +327,10 @@ class Exchange(events.Listener):
             if call.exchange:
                 self._conclude(call)
         except Exception:
-            log.exception("ncclguard: the statistics of group %s could not be used; the job goes on", self.group)
+            log.exception(
+                "ncclguard: %s",
+                told("the statistics of group {group} could not be used; the job goes on", "log", group=self.group),
+            )
 
     # ------------------------------------------------------------------ numbers of this rank
 

@@ -21,6 +21,7 @@ from ncclguard.metrics.records import Record, Snapshot
 from ncclguard.metrics.registry import RecordingListener, Watched, add_watched, awaited_in_watched
 from ncclguard.metrics.settings import SETTINGS
 from ncclguard.metrics.sinks import Sink, SinkLike, SinkThread, make_sinks
+from ncclguard_explain.language import told, tr
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,15 +92,13 @@ class Monitoring:
         try:
             self._emit(self.snapshot())
         except Exception:
-            log.exception("ncclguard: the last snapshot could not be made")
+            log.exception("ncclguard: %s", told("the last snapshot could not be made", "log"))
         for sink in self._sinks:
             sink.finish()
         slow = [sink.name for sink in self._sinks if not sink.join(until)]
         if slow:
-            log.warning(
-                "ncclguard: the monitoring sinks %s were not done within %g s of closing and are left behind; records may "
-                "be missing there", ", ".join(slow), CLOSE_WITHIN,
-            )  # fmt: skip
+            log.warning("ncclguard: %s", told("the monitoring sinks {some} were not done within {seconds:g} s of closing and are left behind; records may "
+                "be missing there", "log", some=", ".join(slow), seconds=CLOSE_WITHIN))  # fmt: skip
 
     def stop_listening(self) -> None:
         """Stop counting."""
@@ -126,7 +125,8 @@ class Monitoring:
             except Exception:
                 if not complained:
                     log.exception(
-                        "ncclguard: monitoring met an unexpected error and goes on; later ones are not logged"
+                        "ncclguard: %s",
+                        told("monitoring met an unexpected error and goes on; later ones are not logged", "log"),
                     )
                 complained = True
             if self._stop.wait(max(0.01, min(TICK, due - time.monotonic()))):
@@ -169,7 +169,7 @@ def setup_nccl_monitoring(
     global _current
     period = seconds(interval, "interval")
     if period is None:
-        raise TypeError("interval must be seconds or a timedelta, not None: give for example 30")
+        raise TypeError(told("interval must be seconds or a timedelta, not None: give for example 30"))
     name = records.job_name(job)
     made = make_sinks(sinks or ("log",), records.rank())
     with _lock:
@@ -269,11 +269,16 @@ def _propose(values: object) -> dict[str, Any]:
     config = current_config()
     if not config.exchange_every:
         return {
-            "error": "this job exchanges no statistics, so its ranks could not agree on a change; start it without "
-            "NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false, on all ranks"
+            "error": tr(
+                "this job exchanges no statistics, so its ranks could not agree on a change; start it without "
+                "NCCLGUARD_STATISTICS_EVERY=0 and NCCLGUARD_ROUNDS=false, on all ranks"
+            )
         }
     if not isinstance(values, dict) or not values or not set(values) <= set(SETTINGS):
-        return {"error": f"{values!r} cannot be set in a running job; these can: {', '.join(SETTINGS)}"}
+        known = ", ".join(SETTINGS)
+        return {
+            "error": tr("{given} cannot be set in a running job; these can: {some}", given=repr(values), some=known)
+        }
     try:
         checked = GuardConfig(**{**config.model_dump(), **dict(proposals.newest()[1]), **values})
     except GuardConfigError as error:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from ncclguard_explain.language import Message, joined, tr
+from ncclguard_explain.language import Message, joined, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 #: Variables that name a job, the first that is set counts; a launcher's or scheduler's.
@@ -55,7 +55,10 @@ def job_name(given: str | None = None) -> str:
     """
     if given is not None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,47}", given):
-            raise ValueError(f"job is {given!r}: give 1 to 48 letters, digits, '.', '_' or '-', not beginning with '.'")
+            text = told(
+                "job is {given!r}: give 1 to 48 letters, digits, '.', '_' or '-', not beginning with '.'", given=given
+            )
+            raise ValueError(text)
         return given
     for variable in JOB_VARIABLES:
         text = re.sub(r"[^A-Za-z0-9_-]", "-", os.environ.get(variable, ""))
@@ -160,7 +163,7 @@ class SeriesSnapshot:
         return sum(self.failures.values())
 
     def duration(self, q: float) -> float:
-        return quantile(self.durations, TIME_BOUNDS, q)
+        return min(quantile(self.durations, TIME_BOUNDS, q), self.longest)
 
     def wait(self, q: float) -> float:
         return quantile(self.waits, TIME_BOUNDS, q)

@@ -28,6 +28,7 @@ from ncclguard.metrics.records import (
     channel_text,
 )
 from ncclguard.metrics.settings import shown
+from ncclguard_explain.language import told, tr
 from ncclguard_explain.ranks import ranks_text
 
 #: The labels of a Prometheus series.
@@ -321,7 +322,12 @@ class JsonlSink:
         self, path: str | os.PathLike[str], *, rank: int = 0, max_bytes: int = 16_000_000, backups: int = 3
     ) -> None:
         if max_bytes < 1 or backups < 0:
-            raise ValueError(f"max_bytes is {max_bytes}, backups {backups}: give at least 1 byte and 0 backups")
+            text = told(
+                "max_bytes is {number}, backups {count}: give at least 1 byte and 0 backups",
+                number=max_bytes,
+                count=backups,
+            )
+            raise ValueError(text)
         self.path = Path(os.fspath(path).replace("{rank}", str(rank)))
         self._max_bytes = max_bytes
         self._backups = backups
@@ -462,11 +468,25 @@ def make_sinks(wanted: Iterable[SinkLike], rank: int) -> list[Sink]:
             made.append(_named(name, detail, rank))
         except Exception as error:  # noqa: BLE001 - a missing package, a port that is taken, a folder that cannot be written, ...
             package = PACKAGES[name] if isinstance(error, ImportError) else ""
-            advice = f"install it with: pip install {package}" if package else "the job goes on without this sink"
+            advice = (
+                tr("install it with: pip install {name}", name=package)
+                if package
+                else tr("the job goes on without this sink")
+            )
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 port = f"prometheus:{{{int(detail)} + int(os.environ.get('LOCAL_RANK', 0))}}"
-                advice = f'where a host has several ranks give each a port of its own: f"{port}"'
-            log.warning("ncclguard: monitoring goes without %r (%s: %s); %s", sink, type(error).__name__, error, advice)
+                advice = tr('where a host has several ranks give each a port of its own: f"{port}"', port=port)
+            log.warning(
+                "ncclguard: %s",
+                told(
+                    "monitoring goes without {given!r} ({kind}: {error}); {advice}",
+                    "log",
+                    given=sink,
+                    kind=type(error).__name__,
+                    error=error,
+                    advice=advice,
+                ),
+            )
     return made
 
 
@@ -476,23 +496,36 @@ def _given(one: Any) -> Sink:
         return sink
     if callable(one):
         return CallableSink(one)
-    raise TypeError(
-        f"a sink must be a name, a function of a record or an object with write(record) and close(), not {type(one).__name__}"
+    text = told(
+        "a sink must be a name, a function of a record or an object with write(record) and close(), not {kind}",
+        kind=type(one).__name__,
     )
+    raise TypeError(text)
 
 
 def _check(text: str, name: str, detail: str) -> None:
     if name not in PACKAGES:
-        raise ValueError(f"there is no sink {text!r}: use one of {', '.join(PACKAGES)}, an object or a function")
+        known = ", ".join(PACKAGES)
+        raise ValueError(
+            told("there is no sink {given!r}: use one of {some}, an object or a function", given=text, some=known)
+        )
     if name == "log" and detail:
-        raise ValueError(f"the sink {text!r} takes nothing after its name: write 'log'")
+        raise ValueError(told("the sink {given!r} takes nothing after its name: write 'log'", given=text))
     if name in ("jsonl", "tensorboard"):
         for other in set(re.findall(r"{.*?}", detail)) - {"{rank}"}:
-            raise ValueError(f"the sink {text!r} has {other}, which stands for nothing: write {{rank}} for the rank")
+            wrong = told(
+                "the sink {given!r} has {other}, which stands for nothing: write {right} for the rank",
+                given=text,
+                other=other,
+                right="{rank}",
+            )
+            raise ValueError(wrong)
     if name == "jsonl" and not detail:
-        raise ValueError("the sink 'jsonl' needs a path: write 'jsonl:guard-{rank}.jsonl'")
+        raise ValueError(told("the sink 'jsonl' needs a path: write {given!r}", given="jsonl:guard-{rank}.jsonl"))
     if name == "prometheus" and detail and not (detail.isdecimal() and int(detail) < 65536):
-        raise ValueError(f"the sink {text!r} needs a port, 0 to 65535: write for example 'prometheus:9400'")
+        raise ValueError(
+            told("the sink {given!r} needs a port, 0 to 65535: write for example 'prometheus:9400'", given=text)
+        )
 
 
 def _named(name: str, detail: str, rank: int) -> Sink:
@@ -559,7 +592,4 @@ class SinkThread:
         if self._complained:
             return
         self._complained = True
-        log.warning(
-            "ncclguard: the monitoring sink %s failed (%s: %s): the job goes on, later errors of this sink are not logged",
-            self.name, type(error).__name__, error,
-        )  # fmt: skip
+        log.warning("ncclguard: %s", told("the monitoring sink {name} failed ({kind}: {error}): the job goes on, later errors of this sink are not logged", "log", name=self.name, kind=type(error).__name__, error=error))  # fmt: skip

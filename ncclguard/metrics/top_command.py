@@ -195,13 +195,18 @@ def _ranks(statuses: Mapping[int, dict[str, Any] | str]) -> Table:
             str(snapshot["pid"]),
             Text(oldest["text"], style="red" if oldest["late"] else "yellow") if oldest else Text("-", style="dim"),
             f"{oldest['age']:.1f}" if oldest else "",
-            f"{oldest['limit']:g}" if oldest else "",
+            _figure(oldest["limit"]) if oldest else "",
             *([str(sum(snapshot.get("watched", {}).values()))] if watched else []),
             str(sum(one["count"] for one in series)),
             Text(str(failed), style="red" if failed else ""),
             f"{sum(one['waited'] for one in series):.2f}",
         )
     return table
+
+
+def _figure(seconds: float) -> str:
+    """Write a limit, which is known to the time between its setting and the call's begin, in at most three figures."""
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
 def _urgency(item: tuple[int, dict[str, Any] | str]) -> tuple[float, int]:
@@ -286,15 +291,20 @@ def _operations(status: dict[str, Any]) -> Table:
         table.add_row(
             series["group"],
             series["op"],
-            series["phase"],
+            told("none", "phase") if series["phase"] == "none" else series["phase"],
             str(series["count"]),
             ", ".join(f"{count} {say(cause)}" for cause, count in failures.items()) or "0",
-            f"{records.quantile(series['durations'], records.TIME_BOUNDS, 0.5) * 1e3:.3g}",
-            f"{records.quantile(series['durations'], records.TIME_BOUNDS, 0.99) * 1e3:.3g}",
+            f"{_quantile(series, 0.5) * 1e3:.3g}",
+            f"{_quantile(series, 0.99) * 1e3:.3g}",
             f"{series['longest'] * 1e3:.3g}",
             f"{series['nbytes'] / 1e9:.3g}",
         )
     return table
+
+
+def _quantile(series: Mapping[str, Any], part: float) -> float:
+    """Return a quantile of a series' durations; it is known to within a bucket, which may reach beyond the longest."""
+    return min(records.quantile(series["durations"], records.TIME_BOUNDS, part), float(series["longest"]))
 
 
 def _settings(status: dict[str, Any]) -> list[RenderableType]:
@@ -417,10 +427,10 @@ def _who_waits(answered: Mapping[int, dict[str, Any]]) -> list[RenderableType]:
 def _waiting_here(calls: Sequence[tuple[int, dict[str, Any]]]) -> Message:
     """Return on which rank a call has waited longest, and on how many others it waits; the longest wait is first."""
     rank, call = calls[0]
-    here = {"age": call["age"], "limit": call["limit"], "rank": rank}
+    here = {"age": call["age"], "limit": _figure(call["limit"]), "rank": rank}
     if len(calls) == 1:
-        return tr("for {age:.1f} s of {limit:g} s on rank {rank}", **here)
-    return tr("for {age:.1f} s of {limit:g} s on rank {rank}, and on {count} more here", count=len(calls) - 1, **here)
+        return tr("for {age:.1f} s of {limit} s on rank {rank}", **here)
+    return tr("for {age:.1f} s of {limit} s on rank {rank}, and on {count} more here", count=len(calls) - 1, **here)
 
 
 def _not_come(

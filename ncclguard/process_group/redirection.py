@@ -27,6 +27,7 @@ from ncclguard.outcome import Outcome
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.process_group.operators import Kernels
 from ncclguard.torch_compat.groups import tells_reduce_op
+from ncclguard_explain.language import told
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -154,9 +155,13 @@ def _target_of(group: dist.ProcessGroup) -> GuardedProcessGroup | None:
         _stand_ins.pop(gone).shutdown()
     if type(group) is not dist.ProcessGroup:
         log.warning(
-            "ncclguard: collectives on process group %s are not redirected: it is a %s, whose methods are its own",
-            torch_compat.group_name(group),
-            type(group).__name__,
+            "ncclguard: %s",
+            told(
+                "collectives on process group {group} are not redirected: it is a {kind}, whose methods are its own",
+                "log",
+                group=torch_compat.group_name(group),
+                kind=type(group).__name__,
+            ),
         )
         return None
     if group not in _stand_ins:
@@ -177,9 +182,13 @@ def _update() -> None:
         _kernels.install()
         if not tells_reduce_op():
             log.warning(
-                "ncclguard: the operators of torch %s do not tell their reduce op, so reductions that C++ code begins, as "
-                "DistributedDataParallel does, are not redirected; those of Python code are. Use torch 2.13 or newer for both",
-                torch.__version__,
+                "ncclguard: %s",
+                told(
+                    "the operators of torch {version} do not tell their reduce op, so reductions that C++ code begins, as "
+                    "DistributedDataParallel does, are not redirected; those of Python code are. Use torch 2.13 or newer for both",
+                    "log",
+                    version=torch.__version__,
+                ),
             )
     elif _originals and not _routes:
         _kernels.remove()

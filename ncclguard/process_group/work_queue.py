@@ -414,7 +414,9 @@ class WorkQueue:
         try:
             callbacks()
         except Exception:
-            log.exception("ncclguard: a callback of a collective on %s failed", self._name)
+            log.exception(
+                "ncclguard: %s", told("a callback of a collective on {group} failed", "log", group=self._name)
+            )
         finally:
             _in_callback.reset(within)
             self._finished()

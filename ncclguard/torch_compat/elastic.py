@@ -209,7 +209,10 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                     break
                 time.sleep(_POLL)
         except (RuntimeError, ValueError) as error:  # the host with the store has seen before that all have ended
-            log.info("ncclguard run: the launchers of the other hosts cannot be waited for any more: %s", error)
+            log.info(
+                "ncclguard run: %s",
+                told("the launchers of the other hosts cannot be waited for any more: {error}", "log", error=error),
+            )
 
     def _healthy(self, worker_group: Any) -> RunResult:
         timeout = getattr(self, "_uninterruptible_state_timeout", 0)
@@ -294,7 +297,7 @@ def launched(arguments: Any) -> tuple[list[str], int]:
     """Return the command of each rank by these arguments, and the number of ranks on this host. Raises ValueError."""
     ranks, command, rest = configured(arguments)
     if callable(command):
-        text = "--run-path is a function of the launcher's; a rank that may be replaced has a command"
+        text = told("--run-path is a function of the launcher's; a rank that may be replaced has a command")
         raise ValueError(text)  # noqa: TRY004 - a wrong option
     return [str(command), *map(str, rest)], ranks
 
@@ -306,7 +309,8 @@ def configured(arguments: Any) -> tuple[int, Any, list[Any]]:
     """
     config, command, rest = torchrun.config_from_args(arguments)
     if config.nproc_per_node < 1:
-        raise ValueError(f"--nproc-per-node {arguments.nproc_per_node} is no process: give 1 or more")
+        given = arguments.nproc_per_node
+        raise ValueError(told("--nproc-per-node {given} is no process: give 1 or more", given=given))
     return int(config.nproc_per_node), command, rest
 
 
@@ -321,13 +325,14 @@ def check_script(arguments: Any) -> None:
 def store_address(arguments: Any) -> tuple[str, int]:
     """Return the address of the store of agents and ranks, by these parsed arguments. Raises ValueError without one."""
     if arguments.standalone or arguments.rdzv_backend != "static" or arguments.rdzv_endpoint:
-        raise ValueError(
+        text = told(
             "a host that stands by meets the others at --master-addr and --master-port: leave --standalone, "
             "--rdzv-backend and --rdzv-endpoint out, here and on them"
         )
+        raise ValueError(text)
     port = 29500 if arguments.master_port is None else int(arguments.master_port)  # as torchrun's
     if not 0 < port < 65536:
-        raise ValueError(f"--master-port {port} is no port: give one from 1 to 65535")
+        raise ValueError(told("--master-port {number} is no port: give one from 1 to 65535", number=port))
     return str(arguments.master_addr or "127.0.0.1"), port
 
 

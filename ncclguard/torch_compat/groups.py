@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
 from ncclguard.frames import frames_of_threads, local_of
-from ncclguard_explain.language import Message, joined, say, tr
+from ncclguard_explain.language import Message, joined, say, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 _log = logging.getLogger("ncclguard")
@@ -450,11 +450,15 @@ def _call_all(callbacks: Sequence[Callable[[], None]]) -> None:
         except Exception as error:  # noqa: BLE001 - nothing of ours may break the program's init or exit
             function = callback.func if isinstance(callback, functools.partial) else callback
             _log.exception(
-                "ncclguard: %s: %s; %s.%s was skipped, and the process group itself is not affected",
-                type(error).__name__,
-                error,
-                getattr(function, "__module__", ""),
-                getattr(function, "__qualname__", function),
+                "ncclguard: %s",
+                told(
+                    "{kind}: {error}; {name}.{method} was skipped, and the process group itself is not affected",
+                    "log",
+                    kind=type(error).__name__,
+                    error=error,
+                    name=getattr(function, "__module__", ""),
+                    method=getattr(function, "__qualname__", function),
+                ),
             )
 
 

@@ -18,6 +18,7 @@ from torch._C import _distributed_c10d as _c
 from torch.distributed import distributed_c10d as c10d
 
 from ncclguard.torch_compat import sockets
+from ncclguard_explain.language import told
 
 _log = logging.getLogger("ncclguard")
 
@@ -135,8 +136,12 @@ def _reopen(store: Store, base: TCPStore) -> Store:
             return wrapped
     store.delete_key(probe)
     _log.warning(
-        "torch %s does not tell the prefix of a PrefixStore and it is none that init_process_group sets: the guard shares the "
-        "connection of the caller's store. torch 2.7 or later gives it one of its own.",
-        torch.__version__,
+        "%s",
+        told(
+            "torch {version} does not tell the prefix of a PrefixStore and it is none that init_process_group sets: the guard shares the "
+            "connection of the caller's store. torch 2.7 or later gives it one of its own.",
+            "log",
+            version=torch.__version__,
+        ),
     )
     return store

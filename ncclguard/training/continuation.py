@@ -334,7 +334,9 @@ class Continuation:
         try:
             prepared = runtime.prepare(Session(session, absent), KNOWN_WITHIN)
         except GuardError as error:
-            log.warning("ncclguard: rank %d cannot be taken in now: %s", newcomer, error)
+            log.warning(
+                "ncclguard: %s", told("rank {rank} cannot be taken in now: {error}", "log", rank=newcomer, error=error)
+            )
         known = torch.tensor([int(prepared is not None)])
         try:
             self.group.allreduce([known], dist.ReduceOp.MIN).wait()
@@ -428,7 +430,9 @@ class Continuation:
             except joining.NotGiven as error:
                 if self.rank == newcomer:
                     raise
-                log.error("ncclguard: rank %d does not join: %s", newcomer, error)
+                log.error(
+                    "ncclguard: %s", told("rank {rank} does not join: {error}", "log", rank=newcomer, error=error)
+                )
                 self._members = tuple(survivors)
                 continue
             for wrapper in self._wrappers:
@@ -451,7 +455,9 @@ class Continuation:
                 try:
                     state = joining.receive(broadcast)
                 except joining.Damaged as error:
-                    log.error("ncclguard: rank %d, which joins: %s", newcomer, error)
+                    log.error(
+                        "ncclguard: %s", told("rank {rank}, which joins: {error}", "log", rank=newcomer, error=error)
+                    )
                     arrived.zero_()
             else:
                 joining.stand_by(broadcast)
@@ -493,7 +499,7 @@ class Continuation:
             return
         if outcome.culprits != (newcomer,):
             raise error
-        log.warning("ncclguard: rank %d is left out again: %s", newcomer, error)
+        log.warning("ncclguard: %s", told("rank {rank} is left out again: {error}", "log", rank=newcomer, error=error))
         self._meet_without((newcomer,))
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> None:

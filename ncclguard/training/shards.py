@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from ncclguard.coordination.liveness import host_key
 from ncclguard.errors import GuardConfigError, GuardError
 from ncclguard.process_group.group import GuardedProcessGroup
 from ncclguard.torch_compat import sharding
-from ncclguard_explain.language import joined, told, tr
+from ncclguard_explain.language import joined, say, told, tr
 from ncclguard_explain.ranks import ranks_text
 
 log = logging.getLogger("ncclguard")
@@ -442,8 +442,10 @@ class Shards:
             damaged = self._named(members, [rank for rank, row in copies.others.items() if not intact(row)])
             if not damaged:
                 return copies
-            self._say(members, "a copy of the shard of %s did not arrive at rank %d as it was sent: it is sent again",
-                      [(ranks_text(ranks), rank) for rank, ranks in damaged.items()])  # fmt: skip
+            self._say(members, (
+                tr("a copy of the shard of {ranks} did not arrive at rank {rank} as it was sent: it is sent again", "log",
+                   ranks=ranks_text(ranks), rank=rank) for rank, ranks in damaged.items()
+            ))  # fmt: skip
         text = told(
             "copies of shards did not arrive at {ranks} as they were sent, {count} times: look at the network and the "
             "memory of these ranks",
@@ -488,11 +490,11 @@ class Shards:
             return {self._rank: list(ranks)} if ranks else {}
         return told_by_all(self._group, self._rank, members, max(*self._members, *members), ranks)
 
-    def _say(self, members: tuple[int, ...], text: str, named: Sequence[tuple[object, ...]]) -> None:
-        """One rank logs it."""
+    def _say(self, members: tuple[int, ...], texts: Iterable[str]) -> None:
+        """One rank logs them."""
         if self._rank == members[0]:
-            for each in named:
-                log.error(f"ncclguard: {text}", *each)
+            for text in texts:
+                log.error("ncclguard: %s", say(text))
 
     def _row(self, nbytes: int) -> torch.Tensor:
         """Host memory, of an older copy if there is one of that length."""
@@ -525,8 +527,10 @@ class Shards:
             missing = tuple(rank for rank in self._members if rank not in members or rank in self._anew)
         else:
             damaged = self._named(members, self._damaged())
-            self._say(members, "rank %d's copy of the shard of %s is not as it was when it was made, and is not used",
-                      [(rank, ranks_text(ranks)) for rank, ranks in damaged.items()])  # fmt: skip
+            self._say(members, (
+                tr("rank {rank}'s copy of the shard of {ranks} is not as it was when it was made, and is not used", "log",
+                   ranks=ranks_text(ranks), rank=rank) for rank, ranks in damaged.items()
+            ))  # fmt: skip
             holders = self._holders(members, damaged)
             missing = tuple(rank for rank in self._members if self._moving.place(rank) not in holders)
         if missing:
@@ -549,8 +553,17 @@ class Shards:
         self._note()
         if self._rank == members[0]:
             taken = time.monotonic() - started
-            have = "has" if len(members) == 1 else "have"
-            log.warning("ncclguard: %s %s the shards of all after %.1f s", ranks_text(members), have, taken)
+            have = tr(
+                "{ranks} have the shards of all after {seconds:.1f} s", "log", ranks=ranks_text(members), seconds=taken
+            )
+            if len(members) == 1:
+                have = tr(
+                    "{ranks} has the shards of all after {seconds:.1f} s",
+                    "log",
+                    ranks=ranks_text(members),
+                    seconds=taken,
+                )
+            log.warning("ncclguard: %s", say(have))
 
     def _damaged(self) -> list[int]:
         """Return whose shards this rank has, and not as they were when they were copied."""
@@ -578,8 +591,10 @@ class Shards:
             damaged = self._named(members, wrong)
             if not damaged:
                 return dealt
-            self._say(members, "what %s has sent of shards did not arrive at rank %d as it was sent: it is sent again",
-                      [(ranks_text(ranks), rank) for rank, ranks in damaged.items()])  # fmt: skip
+            self._say(members, (
+                tr("what {ranks} has sent of shards did not arrive at rank {rank} as it was sent: it is sent again", "log",
+                   ranks=ranks_text(ranks), rank=rank) for rank, ranks in damaged.items()
+            ))  # fmt: skip
         text = told(
             "shards did not arrive at {ranks} as they were sent, {count} times: look at the network and the memory of "
             "these ranks, and start again from a checkpoint",

@@ -294,7 +294,7 @@ class ResilientStep:
             return
         self.replicas = report
         if report.first is not None and exchange.index == 0:
-            log.error("ncclguard: before step %d: %s", self.completed + 1, report)
+            log.error("ncclguard: %s", told("before step {step}: {text}", "log", step=self.completed + 1, text=report))
 
     def _begin(self) -> Continuation | None:
         """The others are met for the first time; None where this process is alone."""
@@ -404,7 +404,12 @@ class ResilientStep:
             self.joins.append((newcomer, self.completed, taken))
             self._tell("rejoined", (newcomer,), taken, going, speaker, self.completed + 1)
         elif going.rank == speaker:
-            log.warning("ncclguard: rank %d was lost again while it joined, %.1f s", newcomer, taken)
+            log.warning(
+                "ncclguard: %s",
+                told(
+                    "rank {rank} was lost again while it joined, {seconds:.1f} s", "log", rank=newcomer, seconds=taken
+                ),
+            )
         if len(going.ranks) != len(before):
             self._changed(going, len(before))
         return True

@@ -173,10 +173,14 @@ class ZeroStates:
         if self._rank == members[0]:
             for rank, whose in damaged.items():
                 log.error(
-                    "ncclguard: rank %d's copy of the optimizer's state of %s is not as it was when it was made, and is "
-                    "not used",
-                    rank,
-                    ranks_text(whose),
+                    "ncclguard: %s",
+                    told(
+                        "rank {rank}'s copy of the optimizer's state of {ranks} is not as it was when it was made, and is "
+                        "not used",
+                        "log",
+                        rank=rank,
+                        ranks=ranks_text(whose),
+                    ),
                 )
         return damaged
 
@@ -228,7 +232,15 @@ class ZeroStates:
         self._seen = self._versions()
         if self._rank == members[0]:
             taken = time.monotonic() - started
-            log.warning("ncclguard: the optimizer's state is dealt out to %s after %.1f s", ranks_text(members), taken)
+            log.warning(
+                "ncclguard: %s",
+                told(
+                    "the optimizer's state is dealt out to {ranks} after {seconds:.1f} s",
+                    "log",
+                    ranks=ranks_text(members),
+                    seconds=taken,
+                ),
+            )
 
     def _broadcast(self, rank: int, holder: int, members: tuple[int, ...]) -> dict[str, Any]:
         """Return what is in a rank's row, of which `holder` has a good one."""

@@ -24,6 +24,7 @@ from ncclguard.transport import memory
 from ncclguard.transport.base import Agreement, Communicator, Kind, Pending, Save, TransportError, live
 from ncclguard.transport.bounded import Background, bounded, in_background, keep_for_ever
 from ncclguard.transport.streams import StreamBuilder, StreamCommunicator
+from ncclguard_explain.language import told
 
 T = TypeVar("T")
 
@@ -433,7 +434,15 @@ class NcclCommunicator(Communicator):
         try:
             abort_group(group, self.device)
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread; "Future for ProcessGroup abort timed out"
-            _log.error("ncclguard: aborting the NCCL communicator of generation %d failed: %s", self.generation, error)
+            _log.error(
+                "ncclguard: %s",
+                told(
+                    "aborting the NCCL communicator of generation {generation} failed: {error}",
+                    "log",
+                    generation=self.generation,
+                    error=error,
+                ),
+            )
         else:
             self._aborted.set()
         finally:
@@ -443,11 +452,15 @@ class NcclCommunicator(Communicator):
 
     def _report_hung(self) -> None:
         _log.error(
-            "ncclguard: aborting the NCCL communicator of generation %d has not returned for %g s (ncclCommAbort hangs in some "
-            "versions: 2.25.1, 2.18.1). It is left behind with its staging memory; if the next one cannot be built, restart "
-            "this process.",
-            self.generation,
-            _ABORT_WITHIN,
+            "ncclguard: %s",
+            told(
+                "aborting the NCCL communicator of generation {generation} has not returned for {seconds:g} s (ncclCommAbort hangs in some "
+                "versions: 2.25.1, 2.18.1). It is left behind with its staging memory; if the next one cannot be built, restart "
+                "this process.",
+                "log",
+                generation=self.generation,
+                seconds=_ABORT_WITHIN,
+            ),
         )
 
     def quiet(self, seconds: float) -> bool:
@@ -514,7 +527,10 @@ def _shut(last: list[Any]) -> None:
     try:
         torch_compat.shut_nccl_group(last[0])
     except RuntimeError as error:
-        _log.warning("ncclguard: releasing an NCCL communicator failed, its memory may stay in use: %s", error)
+        _log.warning(
+            "ncclguard: %s",
+            told("releasing an NCCL communicator failed, its memory may stay in use: {error}", "log", error=error),
+        )
     last.clear()
 
 
@@ -658,7 +674,11 @@ class _Attempt:
 
     def _report(self) -> None:
         _log.warning(
-            "ncclguard: a try to connect over NCCL failed and is left behind; what it holds on %s is released when NCCL itself "
-            "gives up, which it may never do. If the next try fails as well, restart this process.",
-            self._device,
+            "ncclguard: %s",
+            told(
+                "a try to connect over NCCL failed and is left behind; what it holds on {device} is released when NCCL itself "
+                "gives up, which it may never do. If the next try fails as well, restart this process.",
+                "log",
+                device=self._device,
+            ),
         )

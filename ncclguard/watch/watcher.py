@@ -315,8 +315,12 @@ class Watcher:
         self._monitor.hearers |= {"slow": self._search.hear, **self._comparison.hearers}
         if torch_compat.under_detail():
             log.warning(
-                "ncclguard: under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's flight recorder does not say which group a collective "
-                "belongs to, so watch() reports processes that end and exceptions only; use INFO to have hangs reported"
+                "ncclguard: %s",
+                told(
+                    "under TORCH_DISTRIBUTED_DEBUG=DETAIL torch's flight recorder does not say which group a collective "
+                    "belongs to, so watch() reports processes that end and exceptions only; use INFO to have hangs reported",
+                    "log",
+                ),
             )
         self._state.recorder.status()
         self._warn_of_blindness()
@@ -451,7 +455,10 @@ class Watcher:
                 self._go_alone(time.monotonic())
                 self._callbacks.warn(time.monotonic())
             except Exception:
-                log.exception("ncclguard: watch() of rank %d met an unexpected error and goes on", self._rank)
+                log.exception(
+                    "ncclguard: %s",
+                    told("watch() of rank {rank} met an unexpected error and goes on", "log", rank=self._rank),
+                )
                 time.sleep(period)
         self._deliver()
         self._processes.close()
@@ -593,10 +600,14 @@ class Watcher:
         if blind and not self._warned_blind:
             self._warned_blind = True
             log.warning(
-                "ncclguard: torch's flight recorder does not cover %s, so watch() knows their collectives only by number; "
-                "set TORCH_FR_BUFFER_SIZE=2000 before init_process_group (before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE), or use "
-                "torch 2.11 or later",
-                ", ".join(blind),
+                "ncclguard: %s",
+                told(
+                    "torch's flight recorder does not cover {some}, so watch() knows their collectives only by number; "
+                    "set TORCH_FR_BUFFER_SIZE=2000 before init_process_group (before torch 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE), or use "
+                    "torch 2.11 or later",
+                    "log",
+                    some=", ".join(blind),
+                ),
             )
 
     def _due(self, key: str, value: tuple[int, int], all_still: bool, now: float) -> bool:
@@ -674,7 +685,7 @@ class Watcher:
         self._over = self._over or self._settings.abort or bool(verdict is not None and verdict.departed)
         self._settings.incidents.append(incident)
         if not repeats:  # else a guarded call has; what is to be done about it is for the watch all the same
-            text = beside(f"{headline(incident)} ", _whose_report(incident, self._rank))
+            text = beside(f"{headline(incident)} ", _whose_report(incident, self._rank)).rstrip()
             log.error("ncclguard incident %s: %s", incident.id, text)
             for listener in events.listeners:
                 listener.incident_found(incident)
@@ -699,7 +710,12 @@ class Watcher:
         stop.wait()
         if stop.failures:
             log.error(
-                "ncclguard: not all could be ended, so this process may have to be killed: %s", "; ".join(stop.failures)
+                "ncclguard: %s",
+                told(
+                    "not all could be ended, so this process may have to be killed: {details}",
+                    "log",
+                    details="; ".join(stop.failures),
+                ),
             )
 
     def _go_alone(self, now: float) -> None:
@@ -725,7 +741,15 @@ class Watcher:
             and self._last_told == _number(self._state.read().latest)
         ):
             # No step further since an incident that all know: its victims have ended, and the store's host with them.
-            log.warning("ncclguard: rank %d got no further after the last incident: %s", self._rank, trouble.text)
+            log.warning(
+                "ncclguard: %s",
+                told(
+                    "rank {rank} got no further after the last incident: {text}",
+                    "log",
+                    rank=self._rank,
+                    text=trouble.text,
+                ),
+            )
             self._state.settled.set()
             return
         pending = next(iter(self._state.observation.pending), None)
@@ -774,7 +798,7 @@ def _kept_alive(name: str) -> Iterator[None]:
         )
         log.exception("ncclguard: %s", text)
     except BaseException:
-        log.exception("ncclguard: %s failed", name)
+        log.exception("ncclguard: %s", told("{what} failed", "log", what=name))
 
 
 def _whose_report(incident: Incident, rank: int) -> str:
@@ -976,7 +1000,10 @@ def _watch(settings: Settings) -> Watch:
                 handle.stop()
                 raise
             except (GuardError, RuntimeError) as error:
-                log.warning("ncclguard: watch() could not start, so hangs are not reported here: %s", error)
+                log.warning(
+                    "ncclguard: %s",
+                    told("watch() could not start, so hangs are not reported here: {error}", "log", error=error),
+                )
         else:
             handle._wait()
     return handle

@@ -122,7 +122,9 @@ class Board:
                     )
                 self._broken = True
             except Exception:
-                log.exception("ncclguard: something in the store of the weights cannot be read; the rest is")
+                log.exception(
+                    "ncclguard: %s", told("something in the store of the weights cannot be read; the rest is", "log")
+                )
                 self._answered()
             with self.changed:
                 self.changed.notify_all()
@@ -146,7 +148,9 @@ class Board:
         except StoreUnavailable:
             raise
         except Exception:  # it would be the same another time, and hold up what comes after it
-            log.exception("ncclguard: something cannot be written to the store of the weights; the rest is")
+            log.exception(
+                "ncclguard: %s", told("something cannot be written to the store of the weights; the rest is", "log")
+            )
 
     def _renew(self) -> None:
         """Connect anew. Raises StoreUnavailable while nobody listens."""

@@ -143,7 +143,10 @@ class Update:
     def _fail(self, error: GuardError) -> None:
         self.error, self._over = error, True
         self._receiver._failed += 1
-        log.warning("ncclguard: version %s of the weights did not arrive: %s", self.version, error)
+        log.warning(
+            "ncclguard: %s",
+            told("version {number} of the weights did not arrive: {error}", "log", number=self.version, error=error),
+        )
         self._receiver._drop_group()
         for work in self._works:  # whose memory may be the program's
             with contextlib.suppress(Exception):
@@ -226,7 +229,15 @@ class Receiver(ChannelEnd):
             try:
                 group = self._enter(news)
             except GuardError as error:
-                log.warning("ncclguard: the group for version %s of the weights was not made: %s", news.version, error)
+                log.warning(
+                    "ncclguard: %s",
+                    told(
+                        "the group for version {number} of the weights was not made: {error}",
+                        "log",
+                        number=news.version,
+                        error=error,
+                    ),
+                )
                 continue
             self._update = Update(self, news, group, into)
             self._begun += 1

@@ -28,7 +28,7 @@ from ncclguard.weights.board import Ask, Board, News, asks_of, connected, write_
 from ncclguard.weights.buckets import Digest, bucketed, device_of
 from ncclguard.weights.end import ChannelEnd
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.language import told
+from ncclguard_explain.language import told, tr
 
 log = logging.getLogger("ncclguard")
 
@@ -193,7 +193,10 @@ class Sender(ChannelEnd):
                 # their going or not coming included, may be the store's doing. One that is gone is so in the next try.
                 reason = _silence(silent) if isinstance(failed, CollectiveFailed) else str(error)
                 self._drop_group()
-                log.warning("ncclguard: version %s of the weights could not be sent: %s", version, reason)
+                log.warning(
+                    "ncclguard: %s",
+                    told("version {number} of the weights could not be sent: {why}", "log", number=version, why=reason),
+                )
                 continue
             except BaseException:
                 self._drop_group()  # the engines hear of it at once
@@ -274,7 +277,13 @@ class Sender(ChannelEnd):
         for engine in engines:
             left_out[engine] = incident if incident is not None else str(error)
         log.warning(
-            "ncclguard: the weights are sent again without %s: %s", ", ".join(sorted(engines)) or "nobody", error
+            "ncclguard: %s",
+            told(
+                "the weights are sent again without {engines}: {why}",
+                "log",
+                engines=", ".join(sorted(engines)) or tr("nobody"),
+                why=error,
+            ),
         )
         self._forget(engines)
         self._drop_group()

@@ -33,6 +33,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a misspelt phase": (lambda: ng.phase("evel"), ng.GuardConfigError, r"no phase 'evel': did you mean 'eval'\?"),
     "a phase of nothing": (lambda: ng.phase("x"), ng.GuardConfigError, "no phase 'x': there are 'train', 'eval', 'small'"),
+    "a limit of a phase": (
+        lambda: ng.phase("eval", 30), TypeError, r"phase takes a name and no more, not 30: the limit inside is a setting, configure\(timeout_eval=",  # type: ignore[call-arg]
+    ),
+    "a named limit of a phase": (
+        lambda: ng.phase("small", timeout=30), TypeError, "not timeout=30: .*NCCLGUARD_TIMEOUT_SMALL; a call has one of its own by timeout=",  # type: ignore[call-arg]
+    ),
     "op as text": (lambda: ng.safe_all_reduce(T, "sum"), TypeError, r"not str: did you mean dist\.ReduceOp\.SUM\?"),
     "op as another word": (lambda: ng.safe_all_reduce(T, "mean"), TypeError, r"did you mean dist\.ReduceOp\.AVG\?"),
     "no limit as group": (lambda: ng.safe_all_reduce(T, group=0), TypeError, "not int: give what dist.new_group"),  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
 import gc
 import importlib
@@ -29,7 +30,8 @@ from rich.console import Console
 
 from ncclguard.__main__ import COMMANDS, usage
 from ncclguard.config import GuardConfig, configure, reset_config
-from ncclguard.errors import GuardConfigError, GuardError, error_for
+from ncclguard.errors import GuardConfigError, GuardError, error_for, headline
+from ncclguard.hang.tree import groups_of, lines_of, merge
 from ncclguard.incident.model import Incident, RankReport, as_text
 from ncclguard.incident.page import render_html
 from ncclguard.incident.report import show
@@ -51,6 +53,13 @@ GALLERY = sorted((ROOT / "docs" / "gallery").glob("*/incident.json"))
 UNGUARDED = sorted(path.parent for path in (ROOT / "tests" / "unguarded_logs").glob("*/logs")) + [
     ROOT / "tests" / "unguarded_logs" / "legacy-kill-torchrun"
 ]
+PACKAGES = ("ncclguard", "ncclguard_observe", "integrations", "explain")
+LOGGED = {
+    f"{name}.{level}"
+    for name in ("log", "_log", "logger", "_logger")
+    for level in ("info", "warning", "error", "exception", "critical")
+}
+SPEAKER = re.compile(r"((ncclguard( (run|incident))?:? )?%s(: )?)+")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
@@ -99,6 +108,19 @@ def test_translations_are_written_with_chinese_punctuation() -> None:
     for one in entries_of((language.CATALOGUES / "zh.po").read_text(encoding="utf-8")):
         wrong = re.search(r"[\u4e00-\u9fff][,;:?!]|[\u4e00-\u9fff]\.(?!\w)|[\u4e00-\u9fff] ?\(", one.translation)
         assert wrong is None, one.translation
+
+
+def test_every_line_of_a_log_is_in_the_catalogue() -> None:
+    """Its format has no words but the name of what speaks; what follows is made by `told` or `say`."""
+    found = []
+    for file in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in LOGGED or file.name == "language.py":
+                continue
+            words = "".join(str(part.value) for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant))
+            if not isinstance(node.args[0], ast.Call) and not SPEAKER.fullmatch(words):
+                found.append((str(file.relative_to(ROOT)), node.lineno, words))
+    assert not found
 
 
 # ------------------------------------------------------------------------------------------------- messages and reading
@@ -167,6 +189,10 @@ def test_a_message_is_english_text_that_can_be_said_in_chinese() -> None:
         ("it waited in g(x) of group 0:cpu (ranks 0-2) until 0.5 s before", "它一直在等组 0:cpu（rank 0-2）的 g(x)，到 0.5 s 前为止"),
         ("g(x) of group 0:cpu (ranks 0-2)", "组 0:cpu（rank 0-2）的 g(x)"),
         ("g(number 3; it is connecting still) stood still for 3 s: rank 1 late.", "g(number 3; it is connecting still) 停滞了 3 s：rank 1 迟到。"),
+        (
+            "the limit of 3 s passed and a call inside it was ended; process group '0' (default_pg, gloo, 2 ranks) was stopped for that and is unusable from now on, on all ranks, and tensors that were in flight hold no defined values.",
+            "时限 3 s 已过，中止了其中的一次调用；为此中止了进程组 '0'（default_pg，gloo，2 个 rank），它从现在起在所有 rank 上都不能再用，传输中的张量内容不确定。",
+        ),
         ("it waits in g(x, y); its thread 'z' had ended with ValueError: a; b", "它正在等 g(x, y)；它的线程 'z' 已因 ValueError: a; b 结束"),
     ],
 )  # fmt: skip
@@ -231,6 +257,16 @@ def test_nothing_of_a_recorded_incident_stays_english(path: Path, chinese: None)
     assert not [line for line in lines if not CHINESE.search(line) and not foreign.search(line)]
     assert lines[0].startswith(f"ncclguard incident {incident.id}: {incident.op}(")
     assert f"（{incident.cause}）" in lines[1]
+
+
+def test_a_tree_of_stacks_has_chinese_punctuation(chinese: None) -> None:
+    tree = merge(groups_of({0: ["a", "b"], 1: ["a", "c"], 2: ["a"]}))
+    assert [*lines_of(tree, {1: "在 sleep"})] == [
+        "rank 0-2：a",
+        "  rank 2：停在这里",
+        "  rank 0：b",
+        "  rank 1：c（在 sleep）",
+    ]
 
 
 def test_the_panel_of_a_late_rank(chinese: None) -> None:
@@ -333,15 +369,40 @@ def test_errors_say_what_happened_in_chinese(chinese: None) -> None:
     assert isinstance(error, TimeoutError)
     assert "timeout" in str(error)
     assert str(error).startswith(
-        "all_reduce（0:cpu:865c6391/7）超时，timed out (collective timeout after 3 s)：all_reduce(float32[100000]"
+        "all_reduce（0:cpu:865c6391/7）超时，timed out (collective timeout after the limit of 3 s)：all_reduce(float32[100000]"
     )
     assert "rank 2 迟到。先看它的调用栈" in str(error)
+
+
+@pytest.mark.parametrize("path", GALLERY, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("speaks", ["en", "zh"])
+def test_an_error_says_of_each_duration_what_it_is(path: Path, speaks: str) -> None:
+    """The call's own time is more than the summary's, by the time that the verdict took: two waits they are not."""
+    incident = document(path).incident
+    language.choose(speaks)
+    try:
+        head = (
+            str(error_for(of_incident(incident, 4.56, torn=False))).replace(headline(incident), "|").partition("|")[0]
+        )
+    finally:
+        language.choose(None)
+    assert re.fullmatch(r"[^;]*(after the limit of|decided after|失败，)[^;]* s[^;]*", head), head
+
+
+def test_a_side_that_calls_nothing_more_is_said_in_chinese(chinese: None) -> None:
+    label = "evaluation evaluate() after 0 optimizer steps, try 1 of ranks 0-2"
+    sides = (("all_reduce()", (0, 1)), (f"nothing more: it has finished {label}", (2,)))
+    incident = document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident.model_copy(
+        update={"sides": sides}
+    )
+    said_so = "rank 2 没有再调用：它已完成 rank 0-2 的 0 次优化器更新后的评估 evaluate()，第 1 次尝试"
+    assert said_so in headline(incident) and said_so in as_text(incident)
 
 
 def test_a_call_that_hardly_began_is_told_the_limit_that_passed() -> None:
     incident = document(ROOT / "docs" / "gallery" / "late" / "incident.json").incident
     assert incident.timeout
-    assert f"(collective timeout after {incident.timeout:.3g} s)" in str(
+    assert f"(collective timeout after the limit of {incident.timeout:.3g} s)" in str(
         error_for(of_incident(incident, 2e-4, torn=False))
     )
 

@@ -284,6 +284,20 @@ def test_the_view_names_who_waits_in_what_and_who_comes_last() -> None:
         assert part in text, part
 
 
+def test_the_view_rounds_limits_and_has_no_quantile_above_the_longest() -> None:
+    """A limit is known to the time between its setting and the call's begin, a quantile to within a bucket."""
+    told = status(0)
+    (call,) = told["snapshot"]["open"]
+    call |= {"age": 0.7, "limit": 59.9998}
+    (series, *_) = told["snapshot"]["series"]
+    series["longest"] = 0.3
+    cells = {tuple(cell.strip() for cell in line.split("│")[1:-1]) for line in shown({0: told}).splitlines()}
+    (waits,) = (row for row in cells if "barrier(phase='eval')" in row)
+    assert "60" in waits and "59.9998" not in waits
+    figures = [row[-4:-1] for row in cells if row[-2:-1] == ("300",)]
+    assert figures and all(float(median) <= float(most) <= float(longest) for median, most, longest in figures)
+
+
 @pytest.fixture
 def chinese() -> Iterator[None]:
     language.choose("zh")

@@ -111,7 +111,7 @@ def test_every_cause_was_covered_above() -> None:
 
 def test_the_text_has_what_happened_and_what_to_do() -> None:
     text = str(Outcome(**fields(Cause.LOST, expired=False)).error)
-    assert text == "failure of all_reduce (0/7) after 2.5 s: What happened. What to do."
+    assert text == "failure of all_reduce (0/7), decided after 2.5 s: What happened. What to do."
 
 
 def test_the_text_without_an_incident_names_the_ranks() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from ncclguard.frames import frames_from
 from ncclguard.incident import stacks
-from ncclguard.incident.stacks import describe_exception, main_thread_stack
+from ncclguard.incident.stacks import describe_exception, frame_text, main_thread_stack
 from ncclguard_explain import language
 
 HERE = "test_stacks.py"
@@ -83,6 +83,22 @@ def test_frames_of_the_library_are_one_line() -> None:
     assert lines[-3] == "ncclguard/collectives.py:2 in safe_thing: 3 frames of ncclguard"
     assert "in <lambda>" in lines[-2]
     assert sum("ncclguard" in line.split(" in ")[0] for line in lines[-4:]) == 2
+
+
+def test_what_the_library_adds_to_a_stack_is_said_in_chinese_and_nothing_else() -> None:
+    own, left_out = "ncclguard/collectives.py:2 in all_reduce: {}", "... {} further out ..."
+    program = "train.py:7 in step: print('3 frames of ncclguard')  # 2 lines further out"
+    lines = [own.format("1 frame of ncclguard"), own.format("9 frames of ncclguard"), left_out.format("1 line")]
+    lines += [left_out.format("33 lines"), program]
+    assert [*map(frame_text, lines)] == lines
+    language.choose("zh")
+    try:
+        *ours, last = map(frame_text, lines)
+    finally:
+        language.choose(None)
+    assert last == program
+    assert ours[1] == "ncclguard/collectives.py:2 in all_reduce：ncclguard 内部 9 帧"
+    assert not [line for line in ours if re.search("frame|line", line)]
 
 
 def test_deep_recursion_keeps_the_innermost_frames() -> None:

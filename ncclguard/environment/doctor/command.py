@@ -33,7 +33,7 @@ from ncclguard.environment.doctor.survey import MEASURE_SECONDS, Exchange, Surve
 from ncclguard.errors import GuardConfigError
 from ncclguard_explain.command_line import Parser, described, progress
 from ncclguard_explain.host import resolve
-from ncclguard_explain.language import Message, joined, say, speaking_to, told, tr
+from ncclguard_explain.language import ENGLISH, Message, joined, say, speaking_to, told, tr
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}
 _STATUSES: dict[str, Message] = {
@@ -241,7 +241,7 @@ def _conclude(context: Context, survey: Survey, arguments: argparse.Namespace) -
             for one in survey.facts.values()
         ),
         *(f"{check.status}: {check.name}: {check.detail}" for check in survey.checks if check.status != "ok"),
-        str(context.report.limits),
+        context.report.limits.said(ENGLISH),
     ]
     with speaking_to(output):
         head = told("To paste into an issue:")

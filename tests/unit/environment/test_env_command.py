@@ -88,6 +88,22 @@ def test_slurm_gets_exports_and_no_comma_list() -> None:
     assert "#SBATCH --export=ALL\n" in text and "export NCCL_IB_HCA='=mlx5_0:1,mlx5_1:1'" in text
 
 
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_comments_and_warnings_are_chinese_where_that_is_asked_for(
+    format_name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NCCL_TIMEOUT", "1800")
+    monkeypatch.setenv("NCCLGUARD_LANGUAGE", "zh")
+    assert main(["--format", format_name]) == 0
+    printed = capsys.readouterr()
+    comments = [line for line in printed.out.splitlines() if line.startswith("#") and not line.startswith("#SBATCH")]
+    said = [line.removeprefix("ncclguard env: ") for line in (*comments, *printed.err.splitlines())]
+    assert said
+    assert not [
+        line for line in said if not re.search("[\u4e00-\u9fff]", line) or re.search("[a-z]{2,} [a-z]{2,}", line)
+    ]
+
+
 @pytest.mark.parametrize("format_name", ["slurm", "k8s", "deepspeed"])
 def test_one_block_for_all_hosts_warns_of_what_differs(format_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Interface names are those of this host."""

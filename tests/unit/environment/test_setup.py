@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import types
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ncclguard.config import reset_config
 from ncclguard.environment import setup
 from ncclguard.environment.catalogue import CATALOGUE, WATCHED_PREFIXES
 from ncclguard.environment.network import InterfaceChoice, Link
@@ -295,3 +297,21 @@ def test_an_argument_that_there_is_not_is_refused_with_what_there_is() -> None:
         setup(nccl_debugs="info")
     with pytest.raises(TypeError, match="there are profile, process_group_timeout"):
         setup(interface="eth9")
+
+
+def test_the_report_is_chinese_where_that_is_asked_for_and_its_data_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With something wrong of each kind, and something too late."""
+    theirs = {"NCCL_DEBUGG": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth99", "NCCL_IB_TIMEOUT": "99"}
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(setup, "process_group_exists", lambda: True)
+    monkeypatch.setenv("NCCLGUARD_LANGUAGE", "zh")
+    reset_config()
+    with caplog.at_level(logging.INFO, logger="ncclguard.environment"):
+        report = setup_env(launcher_timeout=60.0)
+    for text in (str(report), str(report.limits), *map(str, report.wrong), caplog.messages[-1]):
+        assert not re.findall(r"[A-Za-z]{2,} [a-z]{2,}", text.replace("flight recorder", "")), text
+        assert re.search("[\u4e00-\u9fff]", text)
+    assert all(letter < "\u2e80" for letter in report.model_dump_json())
