@@ -252,7 +252,7 @@ _PLACE: Final = re.compile(r"[\w.]+ at (\S+:\d+ in \S+?)(?::|$)")
 def place_of(described: str) -> str:
     """Return the place in what `describe_exception` says, empty for none.
 
-    >>> place_of("ValueError at train.py:211 in step: 3 at a.py:1 in f: no")
+    >>> place_of("ValueError at train.py:211 in step: bad batch at row 3")
     'train.py:211 in step'
     """
     found = _PLACE.match(described)
