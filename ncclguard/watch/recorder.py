@@ -85,17 +85,24 @@ class Calls:
     """The collectives of one channel that a recorder still has whole, ended or not, by their numbers.
 
     What is issued together is recorded one by one under one number: of the first it may have forgotten some, and of the
-    last NCCL may be about to record more.
+    last NCCL may be about to record more. What was issued before `since`, by the clock of `time.time_ns`, may be an
+    earlier group's of that name.
     """
 
-    def __init__(self, channel: str, ranks: tuple[int, ...], entries: Iterable[dict[str, Any]], recorder: str) -> None:
+    def __init__(
+        self, channel: str, ranks: tuple[int, ...], entries: Iterable[dict[str, Any]], recorder: str, since: int = 0
+    ) -> None:
         self.ranks = ranks
         self._channel, self._recorder = channel, recorder
         self._entries: dict[int, list[dict[str, Any]]] = {}
+        whole = True
         for entry in entries:
-            self._entries.setdefault(int(entry["collective_seq_id"]), []).append(entry)
-        if min(self._entries, default=1) > 1:
-            del self._entries[min(self._entries)]
+            if int(entry.get("time_created_ns") or 0) < since:
+                whole = False
+            else:
+                self._entries.setdefault(int(entry["collective_seq_id"]), []).append(entry)
+        if min(self._entries, default=1) > 1 or not whole:
+            self._entries.pop(min(self._entries, default=0), None)
         if recorder != "gloo":
             self._entries.pop(self.last, None)
 
@@ -124,6 +131,7 @@ class _Channel:
     backend: str  # as the program calls it
     recorder: str  # as the recorder calls it
     ranks: tuple[int, ...]
+    since: int  # time.time_ns() when it was first seen
 
 
 class Recorder:
@@ -267,20 +275,23 @@ class Recorder:
             for channel, own in self._channels.items():
                 compares_itself = hasattr(own.group, "has_reached")
                 if own.recorder == recorder and channel not in self._blind and not compares_itself:
-                    found[channel] = Calls(channel, own.ranks, entries.get(own.name, ()), recorder)
+                    found[channel] = Calls(channel, own.ranks, entries.get(own.name, ()), recorder, own.since)
         return found
 
     def _learn_groups(self) -> None:
         groups = tuple(_told_apart(group) for group in torch_compat.known_groups())
         if groups == self._groups:
             return
-        channels = {}
+        channels: dict[str, _Channel] = {}
+        now = time.time_ns()
         for group, name, connected in groups:
             ranks = torch_compat.recorded_ranks(group)
             if len(ranks) > 1 and connected:
                 for backend in sorted(_backends(group)):
                     recorder = torch_compat.recorder_name(group, backend)
-                    channels[f"{name}:{backend}"] = _Channel(group, name, backend, recorder, ranks)
+                    former = self._channels.get(f"{name}:{backend}")
+                    since = former.since if former is not None and former.group is group else now
+                    channels[f"{name}:{backend}"] = _Channel(group, name, backend, recorder, ranks, since)
         self._channels = channels
         self._recorders = tuple(sorted({channel.recorder for channel in channels.values()}))
         self._covered &= set(self._recorders)

@@ -144,14 +144,20 @@ def test_calls_that_were_issued_together_are_compared_as_one_and_only_where_all_
     parts = [entry("allreduce_coalesced", 4), entry("allreduce_coalesced", 4, sizes=[[7]]), entry("coalesced", 4)]
     around = [entry("all_reduce", 3), *parts, entry("all_reduce", 5), entry("all_reduce", 6)]
 
-    def calls(entries: list[dict[str, Any]], kind: str = "nccl") -> recorder.Calls:
-        return recorder.Calls("0:nccl", (0, 1), entries, kind)
+    def calls(entries: list[dict[str, Any]], kind: str = "nccl", since: int = 0) -> recorder.Calls:
+        return recorder.Calls("0:nccl", (0, 1), entries, kind, since)
 
     whole, cut = calls(around), calls(around[2:])
     assert (whole.fingerprint(3), whole.fingerprint(6), cut.fingerprint(4)) == (0, 0, 0)
     assert whole.fingerprint(4) not in (0, cut.fingerprint(5))
     assert whole.fingerprint(5) == cut.fingerprint(5) == fingerprint("all_reduce")
     assert (whole.last, calls(around, "gloo").last, calls([]).last) == (5, 6, 0)
+    earlier = [entry("broadcast", number) for number in (1, 2, 3)]  # an earlier group's, and 1 was issued in parts
+    later = [entry("all_reduce", number) | {"time_created_ns": 7} for number in (1, 2, 3, 4)]
+    of_both = calls([*earlier, *later], "gloo", since=5)
+    assert [of_both.fingerprint(number) != 0 for number in (1, 2, 3, 4)] == [False, True, True, True]
+    assert of_both.fingerprint(2) == fingerprint("all_reduce")
+    assert calls(earlier, "gloo", since=5).last == 0
     together = whole.pending(4)
     assert together is not None and together.fingerprint == whole.fingerprint(4) != fingerprint("allreduce_coalesced")
     assert whole.pending(7) is None
