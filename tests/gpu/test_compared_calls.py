@@ -24,13 +24,18 @@ def calls_a_barrier(backend: str) -> None:
     """From some step on rank 2 is in a barrier where the others reduce one number: to NCCL that is the same."""
     handle = ng.watch(timeout=60)
     rank = join(backend)
-    for step in range(200):
+    step, going, end = 0, torch.ones(1, device=DEVICE), time.monotonic() + 40
+    while going.item():
         if rank == CULPRIT and step >= 20:
             dist.barrier()
         else:
             dist.all_reduce(torch.ones(1, device=DEVICE))
-        torch.cuda.synchronize()
+        going.fill_(float(not handle.incidents and time.monotonic() < end))
+        dist.broadcast(going, src=0)
+        step += 1
         time.sleep(0.03)
+    while not handle.incidents and time.monotonic() < end:
+        time.sleep(0.1)
     faults.report(incidents=[incident.to_json() for incident in handle.incidents])
     leave()
 
@@ -50,8 +55,9 @@ def calls_together(backend: str) -> None:
     rank = join(backend)
     x = torch.ones(6, device=DEVICE)
     parts = [torch.ones(2, device=DEVICE) for _ in range(3)]
-    end = time.monotonic() + 7
-    for _ in range(10_000):
+    watcher: Any = runtime.current().watcher
+    end, going = time.monotonic() + 40, torch.ones(1, device=DEVICE)
+    while going.item():
         with dist._coalescing_manager(group=dist.group.WORLD, device=DEVICE, async_ops=True) as manager:
             for part in parts:
                 dist.all_reduce(part)
@@ -63,11 +69,8 @@ def calls_together(backend: str) -> None:
         dist.all_gather([torch.empty_like(x) for _ in range(RANKS)], x)
         dist.all_to_all_single(torch.empty(RANKS, device=DEVICE), torch.ones(RANKS, device=DEVICE))
         dist.barrier()
-        going = torch.tensor(float(time.monotonic() < end), device=DEVICE)
+        going.fill_(float(watcher._comparison._begun < 3 and time.monotonic() < end))
         dist.broadcast(going, src=0)
-        if not going.item():
-            break
-    watcher: Any = runtime.current().watcher
     faults.report(incidents=[str(one) for one in handle.incidents], compared=watcher._comparison._begun)
     leave()
 
