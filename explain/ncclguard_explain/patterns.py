@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ncclguard_explain import quotations
 from ncclguard_explain.facts import Fact, Group, Kind, Work
 from ncclguard_explain.records import message_of
 
@@ -1047,17 +1048,12 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-_QUOTED = re.compile(
-    r"`[^`]{12,}`|(?i:\b(?:you|we|users?|they)\b (?:\w+ ){0,3}?(?:see|get|find|read)s? (?:\w+ ){0,4})[\"“][^\"”]{12,}[\"”]"
-)
-
-
 def parse_text(text: str, make: Fact) -> Iterator[Fact]:
     """Yield the facts of one record, in the order of the rows; `make` carries its place, rank and clock.
 
     What stands in backticks is quoted, and what somebody says that one will see: by documentation, by advice.
     """
-    quoted = [found.span() for found in _QUOTED.finditer(text)] if any(mark in text for mark in '`"“') else []
+    quoted = quotations.spans(text)
     group, inner = group_of(text)
     make = make.clone(group=group, group_rank=inner)
     taken: list[tuple[int, int]] = []

@@ -136,18 +136,26 @@ OF_A_HOST = frozenset(
 )
 
 
-def _blocks(facts: Sequence[Fact], told_world: int) -> dict[str, set[int]]:
+def blocks_of(told: Mapping[str, set[int]]) -> tuple[int, dict[str, int]]:
+    """Return the length of the blocks in which hosts have their ranks, and each host's number; 0 where they do not.
+
+    The block of each lies between two multiples of that length, which one host at least has full, and is no other's.
+    """
+    size = max(map(len, told.values()), default=0)
+    blocks = {host: {rank // size for rank in ranks} for host, ranks in told.items()}
+    apart = all(len(block) == 1 for block in blocks.values()) and len({*map(min, blocks.values())}) == len(told)
+    return (size, {host: min(block) for host, block in blocks.items()}) if apart else (0, {})
+
+
+def _in_communicator(facts: Sequence[Fact], told_world: int) -> dict[str, set[int]]:
     """Return the ranks of each host of which NCCL's communicator of the whole job shows all: equal blocks, one each."""
     inits = [fact for fact in facts if fact.kind is Kind.JOINED and fact.name == "init" and fact.number is not None]
     seen: dict[str, set[int]] = {}
     for fact in inits:
         seen.setdefault(fact.host, set()).add(fact.number or 0)
-    size = max(map(len, seen.values()), default=0)
-    blocks = {host: {rank // size for rank in ranks} for host, ranks in seen.items()}
-    whole = {fact.completed for fact in inits} == {told_world} == {size * len(seen)}
-    apart = all(len(block) == 1 for block in blocks.values()) and len({*map(min, blocks.values())}) == len(seen)
-    requeued = any(fact.name == "JOB REQUEUE" for fact in facts)
-    if not whole or not apart or requeued or "" in seen:
+    size, blocks = blocks_of(seen)
+    whole = {fact.completed for fact in inits} == {told_world} == {size * len(blocks)}
+    if not whole or any(fact.name == "JOB REQUEUE" for fact in facts) or "" in seen:
         return {}
     return {host: ranks for host, ranks in seen.items() if len(ranks) == size}
 
@@ -547,7 +555,7 @@ class RankMap:
                 found.processes.setdefault(("", fact.pid), fact.rank)
             if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.host and fact.local_rank is not None:
                 _prove(found.first, fact.host, fact.rank - fact.local_rank)
-        for host, ranks in _blocks(facts, told_world).items():
+        for host, ranks in _in_communicator(facts, told_world).items():
             found.hosts.setdefault(host, set()).update(ranks)
         for pod, rank in self._of_headed_pods(stated_world):
             found.hosts.setdefault(pod, set()).add(rank)
