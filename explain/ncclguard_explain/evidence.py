@@ -462,6 +462,7 @@ class Collector:
         _drop_other_days(evidence)
         _mark_healed(evidence)
         _mark_ended_well(evidence)
+        _mark_pruned(evidence)
         _mark_traced_anew(evidence)
         _give_to_their_ranks(evidence)
         _give_to_who_crashed(evidence)
@@ -721,6 +722,33 @@ def _mark_ended_well(evidence: Evidence) -> None:
         )
     }  # fmt: skip
     if ends and all(fact.line < ends.get(fact.source, 0) for fact in accusing):
+        for fact in accusing:
+            fact.kind = Kind.RETRIED
+
+
+#: Kinds and exceptions by which processes end that are told to, and lines around a tuner's word in which they do.
+_OF_A_STOP = frozenset({Kind.ENDED_BY_LAUNCHER, Kind.STORE_LOST, Kind.GLOO_CLOSED, Kind.TEARDOWN, Kind.ABORTED})
+_STOPPED = re.compile(r"(?:TrialPruned|EarlyStop\w*|TrialStopped|SIGTERMException|SignalException|ChildFailedError)$")
+_BEFORE_STOP, _BEHIND_STOP = 50, 200
+
+
+def _is_of_a_stop(fact: Fact) -> bool:
+    if fact.kind is Kind.EXCEPTION:
+        return _STOPPED.search(fact.name) is not None or (fact.name == "SystemExit" and fact.detail in ("15", "143"))
+    return fact.kind in _OF_A_STOP or (fact.kind in (Kind.LAUNCHER, Kind.EXIT) and fact.number in (-15, 143))
+
+
+def _mark_pruned(evidence: Evidence) -> None:
+    """Count as survived how the processes of a trial end that a tuner has stopped on purpose, if that is all."""
+    told = evidence.of(Kind.NOTE, name="pruned")
+    told += [fact for fact in evidence.of(Kind.EXCEPTION) if fact.name.endswith("TrialPruned")]
+    accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.STACK}]
+    if told and all(
+        _is_of_a_stop(fact)
+        and any(one.line - _BEFORE_STOP <= fact.line <= max(one.line, one.until) + _BEHIND_STOP
+                for one in told if one.source == fact.source)
+        for fact in accusing
+    ):  # fmt: skip
         for fact in accusing:
             fact.kind = Kind.RETRIED
 

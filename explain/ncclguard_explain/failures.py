@@ -38,7 +38,7 @@ _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
      "SystemExit", "CalledProcessError", "DistStoreError", "DistNetworkError", "DistBackendError", "BrokenPipeError",
      "ConnectionResetError", "ConnectionRefusedError", "EOFError", "RendezvousConnectionError", "GeneratorExit",
-     "CollectiveFingerPrint", "SIGTERMException", "GuardError", *incident_text.ERRORS,
+     "CollectiveFingerPrint", "SIGTERMException", "TrialPruned", "GuardError", *incident_text.ERRORS,
      "RayTaskError", "TimeoutError", "GetTimeoutError", "RayChannelTimeoutError", "RayChannelError", "EngineDeadError",
      "EngineGenerateError", "KVTransferError", "ActorDiedError", "RayActorError", "ActorUnavailableError",
      "WorkerCrashedError", "NodeDiedError", "ExecuteUserScriptError", "RendezvousTimeoutError", "RendezvousClosedError", "CheckpointException",

@@ -983,6 +983,12 @@ ROWS: tuple[Row, ...] = (
          ("ts=07:08:20 rank=7 step=44122 stage=dp_allgather seq=881281", {"rank": 7, "enqueued": 881281})), fields={"name": "snapshot"}),
     Row(Kind.NOTE, "programs that say how many batches each of their ranks has", r"(?i:(?<!skipped\s)(?<!dropped\s)(?<!bad\s)\b(?:\w*batches|steps[ _]per[ _]epoch|len\(\w*(?:loader|sampler)\)))(?: per rank)?[\"']? ?[:=]+ ?(?P<number>\d+)\b", "atches|ATCHES|teps|TEPS|len(|LEN(",
         (("[rank3]: number of batches: 1249", {"rank": 3, "number": 1249, "name": "batches"}), ("[rank 6] Anzahl Trainingsbatches: 1250 (Sampler: eigener)", {"number": 1250}), ("[rank0]: len(train_loader) = 88", {"number": 88})), fields={"name": "batches"}),
+    Row(Kind.NOTE, "tuners that end a trial early on purpose: Ray Tune, Optuna, W&B sweeps, Katib, Determined, NNI",
+        r"^(?!.*(?i:rror|fail|crash|exception|memory|\boom\b|evict|preempt|timed out)).*?(?i:(?<![a-z])(?:trials?|sweep agent)(?![a-z]).{0,120}?\b(?:pruned|early[- _]?stop\w*|stopped|terminated|halted|cancell?ed)\b|"
+        r"\b(?:prun|stopp|terminat|halt|kill|cancell?)(?:ed|ing)\b.{0,40}(?<![a-z])trials?(?![a-z]))", "trial|Trial|Sweep Agent",
+        (("[I 2026-11-20 10:10:00,000] Trial 3 pruned. ", {"name": "pruned"}), ("2026-11-20 INFO tune.py:616 -- trial_0007 STOPPED by ASHAScheduler (rung 2)", {}),
+         ("HyperBand: terminating trial t9", {}), ("wandb: Sweep Agent: run 7 stopped early by hyperband", {}), ("Trial bayes-7 is EarlyStopped", {})),
+        ("Trial 3 stopped: worker crashed", "Trial train_1 errored after 3 iterations", "Trial 4 finished with value: 0.3", "a trial of patience"), fields={"name": "pruned", "rank": None, "rank_basis": ""}),
     # Thrown by none: the interpreter ends threads that ask for its lock while it is gone, below C++ frames.
     Row(Kind.NOTE, "libstdc++, as a Python process ends beside torch's threads (seen with torch 2.13, gloo)", r"^(?:\[.{0,40}\]:?)?terminate called without an active exception", "terminate called",
         (("terminate called without an active exception", {"name": "ended"}),), ("terminate called after throwing an instance of 'c10::Error'",), fields={"name": "ended"}),
