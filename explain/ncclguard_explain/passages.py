@@ -842,7 +842,10 @@ _STEP_NUMBER = re.compile(
     r"\b(?:(?:global_?)?step|iter(?:ation)?)\b\W{0,3}(\d{1,9})\b|\bepoch\b\W{0,3}(\d{1,9})\b", re.IGNORECASE
 )
 #: What a program prints that works through something: "consolidated 17/288 shards".
-_COUNT = re.compile(r"(?<![\d/.\-])(?P<at>\d{1,9}) ?(?:/|of) ?(?P<of>\d{1,9}) (?P<unit>[a-z]{3,})")
+#: Not whose place among others it is: "Worker 4/8 starts".
+_COUNT = re.compile(
+    r"(?<![\d/.\-])(?<!(?i:orker) )(?<!(?i:rocess) )(?<!(?i:eplica) )(?<!(?i:rank|node|host|proc) )(?P<at>\d{1,9}) ?(?:/|of) ?(?P<of>\d{1,9}) (?P<unit>[a-z]{3,})"
+)
 _NODES = re.compile(
     r"(?:PET_|(?<![A-Za-z_]))(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
     r"['\"]?[\s=:]+['\"]?(\d{1,5})\b(?!:)",

@@ -852,3 +852,28 @@ def test_who_is_elsewhere_while_all_others_wait_for_their_devices_at_one_place(
         lines += [f"Process {600 + rank}: python train.py   # RANK={rank}", ""]
         lines += [f'Thread {600 + rank} (active): "MainThread"', *stack, ""]
     assert explain_lines(lines).culprits == named
+
+
+@pytest.mark.parametrize(
+    "place", ["[Worker 4/8] ", "Worker 4/8: ", "[partition 3 of 16] ", "[4/8] ", "shard 1 of 2 | ", "worker-1/4: "]
+)
+def test_a_place_among_partitions_is_no_rank(explain_lines: Explain, place: str) -> None:
+    raised = ["Traceback (most recent call last):", '  File "prep.py", line 4, in run', "ValueError: bad sample 17"]
+    lines = [
+        "torchrun --nproc_per_node=16 prep.py",
+        "[rank0]: step 1",
+        f"{place}starts",
+        *(place + row for row in raised),
+    ]
+    report = explain_lines(lines)
+    assert report.incident and report.culprits == () and report.suspects == ()
+    assert explain_lines([*lines, *("[rank5]: " + row for row in raised[:2]), "[rank5]: KeyError: 3"]).culprits == (5,)
+    ended = explain_lines(["torchrun --nproc_per_node=16 prep.py", f"{place}was killed by signal 9", *raised])
+    assert ended.culprits == ()
+
+
+def test_workers_that_start_one_after_the_other_are_no_progress(explain_lines: Explain) -> None:
+    waits = [line for rank in range(3) for line in timeout(rank)]
+    for who, decision in (("Worker {}/8 starts", "unknown"), ("wrote {}/8 shards", "raise-limit")):
+        report = explain_lines([*(f"[rank3]: {who.format(n)}" for n in range(1, 6)), *waits], world_size=4)
+        assert (report.culprits, report.decision) == ((3,), decision), who
