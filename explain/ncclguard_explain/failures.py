@@ -319,7 +319,51 @@ _SHM = tr("could not get shared memory")
 _SAME_GPU = tr("share one GPU, and which of them chose it wrongly is not shown")
 _ONE_GPU = re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+)")
 _GPU_FULL = re.compile(r"CUDA out of memory.*?\bGPU (\d{1,2})(?:;| has a total)")
+#: The rule by which a rank is no culprit that finds its GPU taken.
+OF_OTHERS = "memory of others"
+#: torch/c10/cuda/CUDACachingAllocator.cpp: the GPU, what is free of it, and what processes have of it.
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemory")
+_WANTED = re.compile(r"Tried to allocate ([\d.]+) ([KMG])iB")
+_ROOM = re.compile(
+    r"\bGPU (\d{1,2})(?: has a total capacity of ([\d.]+) ([KMG])iB of which ([\d.]+) ([KMG])iB is free|;)"
+)
+_HAS = re.compile(r"\b(?:Process (\d+)|this process) has ([\d.]+) ([KMG])iB memory in use")
+_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _OUT_OF_MEMORY = tr("was ended by the kernel's out-of-memory killer")
+
+
+def _mib(found: re.Match[str] | None, at: int) -> float | None:
+    return float(found[at]) * _UNITS[found[at + 1]] if found is not None and found[at] else None
+
+
+def lacks_what_others_hold(evidence: Evidence, fact: Fact) -> bool:
+    """Return whether an allocation failed for memory of its GPU that a process holds which is none of the job's.
+
+    In a container torch does not know its own process among those that it lists: one alone may be itself.
+    """
+    text = f"{fact.name} {fact.detail}"
+    if fact.kind is not Kind.EXCEPTION or not _NO_MEMORY.search(text):
+        return False
+    room, own = _ROOM.search(text), {pid for _, pid in evidence.ranks.processes}
+    gpu = int(room[1]) if room else None
+    listed = [(int(found[1]) if found[1] else None, _mib(found, 2) or 0.0) for found in _HAS.finditer(text)]
+    others = {pid: mib for pid, mib in listed if pid is not None and pid not in own}
+    has = next((mib for pid, mib in listed if pid is None), None)
+    known = fact.pid in own or any(rank == fact.rank for rank in evidence.ranks.processes.values())
+    if len(listed) < 2 and has is None and not known:
+        others = {}
+    for note in evidence.of(Kind.NOTE, name="holds") if gpu is not None else ():
+        apart = has is not None and abs(float(note.detail) - has) > 0.1 * has
+        if note.number == gpu and note.pid is not None and note.pid not in own and (apart or known):
+            others.setdefault(note.pid, float(note.detail))
+    held = [note for note in evidence.of(Kind.NOTE, name="held") if gpu is None or note.number in (None, gpu)]
+    same = {other.rank for other in evidence.of(Kind.EXCEPTION) if room is not None and other.rank is not None
+            and (found := _ROOM.search(other.detail)) and int(found[1]) == gpu}  # fmt: skip
+    if len(same) > 1 and evidence.one_node:  # ranks that have chosen one GPU have its memory
+        return False
+    wanted, free = _mib(_WANTED.search(text), 1), _mib(room, 4)
+    fits = wanted is None or free is None or wanted <= free + sum(others.values())
+    return bool(held) or (bool(others) and fits)
 
 
 def by_failure(evidence: Evidence, world: World) -> Verdict | None:
@@ -328,6 +372,11 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
     raised = _of_who_ended_first(evidence, world, raised, _who_ended_first(evidence, raised, aborted))
     broken, sticky = _of_who_aborted(evidence, aborted)
     found: Verdict | None = None
+    victims = [fact for fact in raised if lacks_what_others_hold(evidence, fact)]
+    raised = [fact for fact in raised if fact not in victims]
+    sticky = [
+        fact for fact in sticky if not any(one.source == fact.source and one.line == fact.line for one in victims)
+    ]
     for facts, cause, what in (
         ([f for f in evidence.of(Kind.UNUSED) if f.rank is not None], Cause.DIVERGED, _UNUSED),
         (broken, Cause.FAILED, _HARDWARE),
@@ -388,6 +437,9 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
             found.culprits = tuple(sorted({*found.culprits, *ranks}))
             found.reason = joined("; ", (found.reason, reason))
             found.facts = found.facts + facts
+    if victims and (found is None or not found.culprits):
+        reason = tr("another process holds memory of the GPU; the job does not fit beside it")
+        return Verdict((), Cause.FAILED, "medium", OF_OTHERS, reason, victims, suspects=named_ranks(victims))
     return found
 
 

@@ -983,6 +983,13 @@ ROWS: tuple[Row, ...] = (
          ("ts=07:08:20 rank=7 step=44122 stage=dp_allgather seq=881281", {"rank": 7, "enqueued": 881281})), fields={"name": "snapshot"}),
     Row(Kind.NOTE, "programs that say how many batches each of their ranks has", r"(?i:(?<!skipped\s)(?<!dropped\s)(?<!bad\s)\b(?:\w*batches|steps[ _]per[ _]epoch|len\(\w*(?:loader|sampler)\)))(?: per rank)?[\"']? ?[:=]+ ?(?P<number>\d+)\b", "atches|ATCHES|teps|TEPS|len(|LEN(",
         (("[rank3]: number of batches: 1249", {"rank": 3, "number": 1249, "name": "batches"}), ("[rank 6] Anzahl Trainingsbatches: 1250 (Sampler: eigener)", {"number": 1250}), ("[rank0]: len(train_loader) = 88", {"number": 88})), fields={"name": "batches"}),
+    Row(Kind.NOTE, "nvidia-smi, 390 to 580: a process and the memory of a GPU that it has", r"\| (?P<number>\d+)\s+(?:N/A N/A\s+)?(?P<pid>\d+)\s+[CGM+]+\s+\S.{0,120}?\s(?P<detail>\d+)MiB \|", "MiB |",
+        (("|    2   N/A  N/A          998877      C   /opt/other/bin/python                   70112MiB |", {"number": 2, "pid": 998877, "detail": "70112", "name": "holds"}), ("|    0      4188      C   python        8000MiB |", {"pid": 4188})),
+        ("| N/A   31C    P0    62W / 400W |  70112MiB / 81920MiB |      0%      Default |",), fields={"name": "holds", "rank": None, "rank_basis": ""}),
+    Row(Kind.NOTE, "programs and people who say that a process of others has a GPU",
+        r"(?=.*\b(?i:GPU|CUDA|device)\b)(?=.*\b(?i:(?:another|other|foreign|unrelated|stale|orphan(?:ed)?|zombie|left-?over|previous|different) (?:\w+ ){0,2}(?:user|job|process|run|tenant|container)|not (?:ours|of this job|part of (?:this|our) job)))(?:.*\b(?:[Gg][Pp][Uu]|cuda|device)[ :#]*(?P<number>\d{1,2})\b)?.*?\b(?:pid|PID|[Pp]rocess)[ =:#]*(?P<pid>\d{2,9})\b(?=.*?(?P<detail>\d[\d.]* ?[GM]i?B))", "pid|PID|rocess",
+        (("GPU 3: pid 998877 of another user (bob) holds 70112 MiB", {"number": 3, "pid": 998877, "name": "held"}), ("preflight: stale process 998877 on cuda:2 uses 61.2 GiB", {"pid": 998877})),
+        ("GPU 3: pid 4188 of rank 3 holds 70112 MiB",), fields={"name": "held", "rank": None, "rank_basis": ""}),
     Row(Kind.NOTE, "tuners that end a trial early on purpose: Ray Tune, Optuna, W&B sweeps, Katib, Determined, NNI",
         r"^(?!.*(?i:rror|fail|crash|exception|memory|\boom\b|evict|preempt|timed out)).*?(?i:(?<![a-z])(?:trials?|sweep agent)(?![a-z]).{0,120}?\b(?:pruned|early[- _]?stop\w*|stopped|terminated|halted|cancell?ed)\b|"
         r"\b(?:prun|stopp|terminat|halt|kill|cancell?)(?:ed|ing)\b.{0,40}(?<![a-z])trials?(?![a-z]))", "trial|Trial|Sweep Agent",
