@@ -27,7 +27,7 @@ _FOLLOWS = re.compile(
     r"|CUDA error: an illegal.*NCCL|unhandled system error|NCCL error|ncclInternalError|NCCL operation (?:timed out|failed)"
     r"|DeepEP error|EPException|RPC call to|Executor failed|Worker failed with|workers? failed|Engine ?[Cc]ore|died unexpectedly"
     r"|(?<!DataLoader )(?<!Loader )[Tt]imed ?out (?:waiting|building|after)|can't be reached|[Ff]ailed to connect|[Cc]onnection refused"
-    r"|coordination service|Barrier timed out|heartbeat|Broken promise|NPU function error|HCCL|hccl api failed|CheckpointException"
+    r"|coordination service|(?i:\bbarrier\b.{0,120}(?:timed out|deadline.?exceeded)|(?:timed out|deadline.?exceeded).{0,80}\bbarrier\b)|heartbeat|Broken promise|NPU function error|HCCL|hccl api failed|CheckpointException"
     r"|expects same model across all ranks|connectFullMesh failed|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
     r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
     r"|peer (?:has |may have )?(?:closed|disconnected|exited)|NRT_TIMEOUT|workspace wait failed"
@@ -452,7 +452,24 @@ def _raised(evidence: Evidence, world: World) -> list[Fact]:
         else fact.clone(rank=rank, rank_basis="text")
         for fact in own_exceptions(evidence) + engines.accused_of_raising(evidence)
     ]  # fmt: skip
+    table = _raised_alike(evidence)
+    if table:  # whose traceback the log has besides is any of theirs
+        raised = [
+            fact for fact in raised if fact.rank is not None or fact.name.rsplit(".", 1)[-1] != table[0].name
+        ] + table
     return _on_all_gpus(evidence, world, raised)
+
+
+_IN_TABLE = re.compile(r"(?:\w+\.)*([A-Z]\w*)(?:: (.*))?$")
+
+
+def _raised_alike(evidence: Evidence) -> list[Fact]:
+    """Return what the ranks of torchelastic's table raised, where each that ended by itself raised the same."""
+    ended = [fact for fact in evidence.of(Kind.LAUNCHER) if fact.rank is not None and (fact.number or 0) > 0]
+    told = [(fact, found) for fact in ended if (found := _IN_TABLE.match(fact.detail))]
+    raised = [fact.clone(kind=Kind.EXCEPTION, name=found[1], detail=found[2] or "") for fact, found in told]
+    own = [fact for fact in raised if not follows_from_peers(fact.name, fact.detail)]
+    return own if len(ended) == len(own) > 1 and _alike(own) else []
 
 
 def _aborts_unprovoked(evidence: Evidence) -> list[Fact]:

@@ -61,6 +61,7 @@ _SUMMARY_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)")
 _SUMMARY_EXIT = re.compile(r"exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _SUMMARY_TRACE = re.compile(r"traceback\s*: (.*)")
 _SUMMARY_HOST = re.compile(r"host\s*: (\S+)")
+_TABLE_ENDS = re.compile(r"\s*(?:\[\d+\]:|-{8,}|={8,})")
 _DESYNC_AT = re.compile(r"\[(\d+)\] Timeout at collective: (\w+), #(\d+)")
 _NEVER = re.compile(r"ranks \[([\d, ]+)\] are the lagging ranks that caused this timeout")
 _UNFINISHED = re.compile(r"\[([\d, ]+)\] joined but didn't finish collective #(\d+)")
@@ -315,7 +316,8 @@ def _summary(text: str, following: Following, make: Fact) -> Iterator[Fact]:
     first = "first observed failure" in text
     rank = local = code = pid = None
     trace = host = ""
-    for row in [text, *following(9 if first else 4)]:
+    rows = [text, *following(60)]
+    for at, row in enumerate(rows[: 10 if first else 5], 1):
         found = _SUMMARY_HOST.search(row)
         if found and not host:
             host = found[1]
@@ -329,12 +331,19 @@ def _summary(text: str, following: Following, make: Fact) -> Iterator[Fact]:
             code, pid = int(found[1]), int(found[2])
         found = _SUMMARY_TRACE.search(row)
         if found and rank is not None:
-            trace = found[1][:300]
+            trace = (_last_of_traceback(rows[at:]) if "Traceback (most" in found[1] else found[1])[:300]
             break
     if rank is not None and code is not None:
         told = {"local_rank": local, "number": code, "pid": pid, "host": host, "detail": trace}
         name = "first" if first else "failure"
         yield make.clone(kind=Kind.LAUNCHER, rank=rank, rank_basis="text", name=name, **told)
+
+
+def _last_of_traceback(rows: Sequence[str]) -> str:
+    """Return the exception at the end of a traceback in torchelastic's table, an empty string where it has none."""
+    own = itertools.takewhile(lambda row: row.strip() and not _TABLE_ENDS.match(row), rows)
+    raised = [text for row in own if _EXCEPTION.match(text := message_of(split_prefix(row).text).strip())]
+    return raised[-1] if raised else ""
 
 
 def _desync(text: str, following: Following, make: Fact) -> Iterator[Fact]:
