@@ -374,11 +374,11 @@ class Collector:
         facts = list(read_record(record))
         if self._looked < LOOKS and any(fact.kind not in OF_A_HEALTHY_JOB for fact in facts):
             self._looked += 1
-            before, after = record.preceding(), record.following(quotations.PRINTED)
-            if quotations.is_printed(before, after):
+            before = record.preceding()
+            if quotations.is_printed(before, record.following):
                 return
-            quoted = "talk" if quotations.is_in_talk(before, after) else ""
-            quoted = quoted or ("sentence" if quotations.is_introduced(before, after) else "")
+            quoted = "talk" if quotations.is_in_talk(before, record.following) else ""
+            quoted = quoted or ("sentence" if quotations.is_introduced(before, record.following) else "")
             facts = [fact.clone(quoted=quoted) for fact in facts] if quoted else facts
         for fact in facts:
             self._add(fact)

@@ -19,7 +19,8 @@ from typing import Any
 from ncclguard_explain import incident_text
 from ncclguard_explain.facts import Fact, Kind, Work
 from ncclguard_explain.patterns import numbers, parse_text, warning_class
-from ncclguard_explain.records import Following, Prefix, headless, message_of, split_prefix
+from ncclguard_explain.quotations import Following
+from ncclguard_explain.records import Prefix, headless, message_of, split_prefix
 
 _EXCEPTION = re.compile(
     r"^(?!(?:NOTE|INFO|DEBUG|WARN|WARNING|ERROR|CRITICAL|FATAL)\b)(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$"

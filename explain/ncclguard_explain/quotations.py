@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ncclguard_explain.language import Message, tr
+
+#: Returns so many raw lines behind a message, or fewer.
+Following = Callable[[int], Sequence[str]]
 
 # --- whole inputs ---
 
@@ -139,11 +142,11 @@ _NEXT_COMMAND = re.compile(rf"{_PROMPT}\S")
 
 
 #: Lines behind a message in which the next command is looked for.
-PRINTED = 400
+_PRINTED = 400
 _WORKS = re.compile(rb"(?i)\b(?:step|iter(?:ation)?|epoch|loss)\b\W{0,3}\d")
 
 
-def is_printed(before: Sequence[str], after: Sequence[str]) -> bool:
+def is_printed(before: Sequence[str], following: Following) -> bool:
     """Return whether a line stands in what somebody has written, by the last command before it: a page, an answer.
 
     The next command is seen, or the end of the input, before which no job works.
@@ -151,10 +154,11 @@ def is_printed(before: Sequence[str], after: Sequence[str]) -> bool:
     at = next((at for at in range(len(before) - 1, -1, -1) if _NEXT_COMMAND.match(before[at])), None)
     if at is None or _PRINTS_DOCUMENT.match(before[at]) is None:
         return False
-    if any(map(_NEXT_COMMAND.match, after[:PRINTED])):
+    after = following(_PRINTED)
+    if any(map(_NEXT_COMMAND.match, after)):
         return True
     rest = "\n".join([*before[at:], *after]).encode()
-    return len(after) < PRINTED and _LAUNCHES.search(rest) is None and _WORKS.search(rest) is None
+    return len(after) < _PRINTED and _LAUNCHES.search(rest) is None and _WORKS.search(rest) is None
 
 
 # --- talks: what is asked and what a model answers, over several lines ---
@@ -169,19 +173,20 @@ _ENDS_MESSAGE = re.compile(r"\s*(?:<\|(?:im_end|eot_id|end)\|>|</s>|\[/INST\])")
 _LINE = re.compile(r"\s*([=\-*#~_─━═])\1{3,}")
 _DIGITS = re.compile(r"\d+")
 #: Lines of a talk, before and behind a message that is quoted in it.
-TALK = 40
+_TALK = 40
 
 
-def is_in_talk(before: Sequence[str], after: Sequence[str]) -> bool:
+def is_in_talk(before: Sequence[str], following: Following) -> bool:
     """Return whether a line stands within a talk with a model: both sides speak around it, and it is seen to go on.
 
     Somebody speaks behind it, or a message or the talk ends, or the program does what it did before; no command and,
     where nobody speaks behind it, no launcher stands between.
     """
-    before, after = before[-TALK:], after[:TALK]
+    before = before[-_TALK:]
     turns = [(at, found) for at, row in enumerate(before) if (found := _TURN.match(row))]
     if not turns:
         return False
+    after = following(_TALK)
     first, last = turns[0][0], turns[-1][0]
     head = [row for row in before[max(0, first - 3) : first + 1] if row.strip()]
     lines = {found[1] for row in head if (found := _LINE.match(row))}
@@ -211,11 +216,13 @@ _INTRODUCES = re.compile(
 )
 
 
-def is_introduced(before: Sequence[str], after: Sequence[str]) -> bool:
+def is_introduced(before: Sequence[str], following: Following) -> bool:
     """Return whether a sentence above a line says that one may see it, and another one behind it goes on."""
     above = next((row for row in reversed(before[-3:]) if row.strip()), "")
-    below = next((row for row in after[:3] if row.strip()), "").encode()
-    return _INTRODUCES.match(above) is not None and len(_WORDS.findall(below)) > 3 and _PRINTS.search(below) is None
+    if _INTRODUCES.match(above) is None:
+        return False
+    below = next((row for row in following(3) if row.strip()), "").encode()
+    return len(_WORDS.findall(below)) > 3 and _PRINTS.search(below) is None
 
 
 # --- single lines, and those around them ---

@@ -30,9 +30,7 @@ from typing import Any, BinaryIO, cast
 
 from ncclguard_explain import quotations
 from ncclguard_explain.language import tr
-
-#: Returns so many raw lines behind a record, or fewer.
-Following = Callable[[int], Sequence[str]]
+from ncclguard_explain.quotations import Following
 
 BLOCK = 1 << 20
 _SNIFF = 1 << 16
