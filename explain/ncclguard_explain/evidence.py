@@ -374,11 +374,11 @@ class Collector:
         facts = list(read_record(record))
         if self._looked < LOOKS and any(fact.kind not in OF_A_HEALTHY_JOB for fact in facts):
             self._looked += 1
-            before = record.preceding()
+            *before, row = record.preceding()
             if quotations.is_printed(before, record.following):
                 return
             quoted = "talk" if quotations.is_in_talk(before, record.following) else ""
-            quoted = quoted or ("sentence" if quotations.is_introduced(before, record.following) else "")
+            quoted = quoted or ("sentence" if quotations.is_introduced(before, row, record.following) else "")
             facts = [fact.clone(quoted=quoted) for fact in facts] if quoted else facts
         for fact in facts:
             self._add(fact)
@@ -614,11 +614,12 @@ class Collector:
 def _leave_out_quotations(evidence: Evidence) -> None:
     """Leave out what talks with a model quote, and sentences before a job that works, where nothing else accuses."""
     accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.STACK}]
-    works: dict[int, int] = {}
+    works: dict[int, list[int]] = {}
     for fact in evidence.of(Kind.ALIVE, Kind.PROGRESS):
-        works[fact.source] = max(fact.line, works.get(fact.source, 0))
+        works.setdefault(fact.source, []).append(fact.line)
     if accusing and all(
-        fact.quoted == "talk" or (fact.quoted and max(fact.line, fact.until) < works.get(fact.source, 0))
+        fact.quoted == "talk"
+        or (fact.quoted and len([line for line in works.get(fact.source, ()) if line > max(fact.line, fact.until)]) > 1)
         for fact in accusing
     ):
         evidence.facts = [fact for fact in evidence.facts if not fact.quoted]

@@ -42,9 +42,7 @@ _OF_JOBS = re.compile(
     r"python|pt_|ray|VLLM|sglang|triton|trt|mpi|orted|torch|accelerate|deepspeed|slurm|train|julia|java|jax|uv|conda|ba?sh\b|xla|tpu|megatron"
 )
 #: Lines of what is no run of a program: a build's of an image (BuildKit), and those of rules for alerts.
-_NO_RUN = re.compile(
-    r"#\d+ (?:[\d.]+ |ERROR|\[)|(?:- )?(?:alert|expr|annotations|summary|description|record|exp_\w+|runbook_url): |(?:Labels|Annotations): ?\{"
-)
+_NO_RUN = re.compile(r"#\d+ (?:[\d.]+ |ERROR|\[)|(?:- )?(?:alert|expr|annotations|summary|description|record): ")
 _KILLED = re.compile(r"\bprocess \d+ \(([^)]+)\)|\btask=([^,]+)")
 #: Cards through which jobs speak; other links come and go on any host.
 _FABRIC = re.compile(r"mlx|\bib\w*\d|hfi|\befa|\brdma|roce|\bena\b", re.IGNORECASE)

@@ -124,14 +124,14 @@ def what_it_is(name: str, data: bytes) -> Message | None:
 # --- what a command prints ---
 
 #: A shell (`set -x`, a session) prints a document or what others have written of their changes, up to its next command.
-_SEARCH = r"(?:git (?:-C \S+ )?)?(?:[ef]?grep|rg|ag|ack)"
+_SEARCH = r"(?:git (?:-C \S+ )?)?(?:[efz]?grep|rg|ag|ack)"
 _PROMPT = r"(?:(?:\(\w+\) )?(?:\[?\w[\w.\-]*@[\w.\-]+[^\n$#%]{0,40}|[~/][^\s$#%]*(?: \([\w/.\-]+\))?) ?[$#%]|[+$]+) *"
 _DOCUMENT = (
     r"\S*(?:\.(?:md|rst|adoc)\b|(?i:readme|runbook|playbook|troubleshoot|faq\b|known[_\-]?(?:issues|errors)|how-?to|handbook|manual|"
     r"change-?log|cheat[_\-]?sheet))"
 )
 #: Folders of what is no log of this job.
-_ELSEWHERE = r"(?:tests?|testdata|fixtures?|docs?|examples?|golden|archived?|(?:old|previous|past)[\w\-]*)/"
+_ELSEWHERE = r"(?:tests?|testdata|fixtures?|docs?|examples?|golden|archived?|notes|(?:old|previous|past)[\w\-]*)/"
 _PRINTS_DOCUMENT = re.compile(
     rf"{_PROMPT}(?:(?:cat|less|more|head|tail|bat|sed)(?: (?:-\S+|'[^']*'|\d+))* {_DOCUMENT}|man |git (?:log|show|diff|blame)\b|gh (?:issue|pr) view\b|"
     rf"(?:{_SEARCH})\b.* (?:\S*/)?{_ELSEWHERE}\S*\s*$|"
@@ -165,7 +165,7 @@ def is_printed(before: Sequence[str], following: Following) -> bool:
 
 #: Who asks and who answers, in front of what is said or above it, and what ends a message of a model.
 _TURN = re.compile(
-    r"\W{0,40}(?:<\|(?:im_start|start_header_id)\|>)?(?i:(?P<asks>user|human|(?:system )?prompt|question|instruction|query|q)|"
+    r"\W{0,40}(?:<\|(?:im_start|start_header_id)\|>|[Rr]ole['\"]?: ?['\"]?)?(?i:(?P<asks>user|human|(?:system )?prompt|question|instruction|query|q)|"
     r"(?P<answers>assistant|completion|answer|response|reply|generated(?: text)?|generation|prediction|reference|chosen|rejected|a))"
     r"(?: ?#?\d+)?(?: ?\([^)]{0,40}\))?(?:\s*$| ?:|<\|| ?[\])}>=\-*#]{1,40}\s*$)"
 )
@@ -195,7 +195,7 @@ def is_in_talk(before: Sequence[str], following: Following) -> bool:
     end = None
     for at, row in enumerate(after):
         found = _TURN.match(row)
-        if found or _ENDS_MESSAGE.match(row):
+        if (found and (row[found.end() :].strip() or any(map(str.strip, after[at + 1 :])))) or _ENDS_MESSAGE.match(row):
             kinds |= {found.lastgroup} if found else set()
             end = at if end is None else end
             if len(kinds) > 1:
@@ -209,20 +209,37 @@ def is_in_talk(before: Sequence[str], following: Following) -> bool:
     return len(kinds) > 1 and end is not None and not any(map(_NEXT_COMMAND.match, [*before[last:], *after[:end]]))
 
 
-#: How a text introduces a message that one may see.
+#: How a text introduces messages that one may see, or a list of them, and what stands in such a list or behind it.
 _INTRODUCES = re.compile(
-    r"(?i)\W*(?:symptoms?|examples?(?: output)?|error message|typical(?:ly)?|sample output)\b.{0,60}:\s*$|"
-    r"(?-i:(?!.*\bI\b))(?!.*\b(?:we|my|our)\b).*\b(?:if|when(?:ever)?|in case|you|users?|they|people)\b.{0,60}\b(?:see|get|find|encounter|hit|meet)s?\b[^.]{0,60}$"
+    r"(?-i:(?!.*\bI\b))(?!.*\b(?:we|my|our)\b)(?i:.*\b(?:if|when(?:ever)?|in case|you|users?|they|people)\b.{0,60}\b(?:see|get|find|encounter|hit|meet)s?\b[^.]{0,60}$)"
 )
+_LISTS = re.compile(
+    r"(?i)(?!.*\b(?:traceback|raised|caught)\b).*\b(?:known|examples?|signatures?|typical|common|patterns?|symptoms?|look(?:s|ing)? for|runbook|such as|e\.g\.|hints?|FAQ|cheat ?sheet)\b[^.]{0,60}$"
+)
+#: Above a text that a program shows of its data or its model, in a frame.
+_SHOWS = re.compile(
+    r"(?i).*\b(?:samples?|examples?|generated|generations?|decoded|completions?|predictions?|rollouts?)\b"
+)
+_FRAME = re.compile(r"\s*(?:[=\-*#~>]{2,}|<{2,}) ?[A-Za-z]")
+_TAG = re.compile(r"\[[\w.\- ]+\]:? ?")
+_ENTRY = re.compile(r"\s|[-*•'\"]|\d+[.)] |[<>=]")
 
 
-def is_introduced(before: Sequence[str], following: Following) -> bool:
-    """Return whether a sentence above a line says that one may see it, and another one behind it goes on."""
-    above = next((row for row in reversed(before[-3:]) if row.strip()), "")
-    if _INTRODUCES.match(above) is None:
+def is_introduced(before: Sequence[str], row: str, following: Following) -> bool:
+    """Return whether a line stands in a list with such a heading, in a frame, or between sentences that explain."""
+    above = [_TAG.sub("", one, 1) for one in before[-_TALK:] if one.strip()]
+    if above and _INTRODUCES.match(above[-1]):
+        below = next((one for one in following(3) if one.strip()), "").encode()
+        return len(_WORDS.findall(below)) > 3 and _PRINTS.search(below) is None
+    frame = next(
+        (at for at in range(len(above) - 1, -1, -1) if _LINE.match(above[at]) or _FRAME.match(above[at])), None
+    )
+    if frame is not None and any(map(_SHOWS.match, above[max(0, frame - 1) : frame + 1])):
+        return any(_LINE.match(one) or _FRAME.match(one) for one in following(_TALK))
+    if not _ENTRY.match(_TAG.sub("", row, 1)):
         return False
-    below = next((row for row in following(3) if row.strip()), "").encode()
-    return len(_WORDS.findall(below)) > 3 and _PRINTS.search(below) is None
+    head = next((one for one in reversed(above) if not _ENTRY.match(one)), "")
+    return _LISTS.match(head) is not None
 
 
 # --- single lines, and those around them ---
@@ -233,6 +250,10 @@ _LOGGED = re.compile(r"(?:INFO|DEBUG)\b[^'\"`]*['\"`](?:\[rank\d+\]:)?\s?\[[EWF]
 _DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$|\d{4}-\d\d-\d\d[T ])|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
 #: Python 3.11 and newer indent the exceptions of a group the same way.
 _GROUP = b"Exception Group Traceback"
+#: Keys of rules for alerts and of their tests, before a text.
+_OF_RULES = re.compile(
+    r"\s*(?:- )?(?:(?:alert|expr|annotations|summary|description|runbook_url|exp_\w+): *['\"]|(?:Labels|Annotations): ?\{)"
+)
 #: What a search prints of sources and documents, and the command: a formatter of logs may begin its lines alike.
 _FOUND = re.compile(r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|tex|ipynb)[:\-]\d+[:\-]")
 _COMMAND = re.compile(r"[^\n]{0,80}?[$#%>] (\S[^\n]*)")
@@ -246,6 +267,7 @@ _OF_A_MODEL = re.compile(
     r"(?:\{?['\"]|\[\w+\] )?(?:(?:step|sample|example|case|item|row|request) ?#?\d* )?"
     r"(?i:prompt|completion|question|answer|instruction|generated[ _]text)(?: ?#?\d+)?['\"]? ?[:=](?![^\n]*\"error\"| ?(?:\w+ )?(?:failed|raised|died)\b)"
 )
+_BETWEEN = re.compile(r"\[INST\].*?(?:\[/INST\]|$)|<\|im_start\|>.*?(?:<\|im_end\|>|$)")
 _STRING = r"(?P<mark>\\?[\"'])(?:(?!(?P=mark))(?:\\.|[^\\]))*(?:(?P=mark)|$)"
 _KEY = r"(?P<key>(?<![\w.])\\?[\"']?(?:{})\\?[\"']? ?[:=] ?)" + _STRING
 _VALUE = re.compile(_KEY.format("prompt|completion|question|answer|generated_text|output_text"))
@@ -269,6 +291,11 @@ def is_data(text: str, around: bytes) -> bool:
     return _LOGGED.match(text) is not None or (_DATA.match(text) is not None and _GROUP not in around)
 
 
+def is_of_rules(text: str) -> bool:
+    """Return whether a line is of rules for alerts, or of their tests, which quote what they tell of."""
+    return _OF_RULES.match(text) is not None
+
+
 def may_be_found(rows: Sequence[str]) -> bool:
     """Return whether a search may have printed one of these lines."""
     return any(map(_FOUND.match, rows))
@@ -289,7 +316,9 @@ def passes(row: str) -> bool:
 
 
 def without_talk(text: str) -> str:
-    """Return a line without the values of keys under which programs print what a model was given or has written."""
+    """Return a line without what a model was given or has written: values of such keys, and between its tokens."""
+    if "[INST]" in text or "<|im_start|>" in text:
+        text = _BETWEEN.sub("", text)
     if "prompt" not in text and "role" not in text and "_text" not in text and "completion" not in text:
         return text
     return (_MESSAGE if "role" in text else _VALUE).sub(r"\g<key>", text)

@@ -652,7 +652,7 @@ def breaks_off(line: str) -> str:
         ('[rank3]:[E801 14:37:42.731 ProcessGroupN', '')
     """
     text = split_prefix(line).text.rstrip()
-    if re.search(r"(?:(?:^| )[\w'\"()]*[a-z]\.|[)}!])$", text) and not unfinished(text):
+    if re.search(r"(?:(?:^| )[\w'\"()]*[a-z]\.|[)}!])['\"]*$", text) and not unfinished(text):
         return ""  # a sentence that has an end
     known = [needle.decode() for needle in NEEDLES if len(needle) >= 10]  # shorter ones stand in ordinary lines too
     words = (*_WORDS, *known)
@@ -952,7 +952,7 @@ def _places_by_shape(data: bytes, needles: tuple[bytes, ...], begin: int, end: i
 
 @dataclass(frozen=True)
 class Record:
-    """One record worth reading: its place, its prefixes, its message, and a way to the raw lines after and before it.
+    """One record worth reading: its place, its prefixes, its message, and a way to the raw lines after and up to it.
 
     `context`: it is read only for what the rank was doing; `last`: it stands at the end of its source.
     """
@@ -1117,12 +1117,12 @@ class Scanner:
             return _lines(buffer[end : end + FOLLOW_BYTES])[1 : count + 1]
 
         def preceding() -> Sequence[str]:
-            return _lines(buffer[max(0, start - QUOTED_BYTES) : start])[:-1]
+            return _lines(buffer[max(0, start - QUOTED_BYTES) : stop])
 
         line = split_prefix(quotations.without_talk(text))
         if quotations.is_in_table(lines[at], lines[:at]) or quotations.passes(lines[at]):
             return end, []
-        if quotations.is_data(line.text, buffer):
+        if quotations.is_data(line.text, buffer) or quotations.is_of_rules(line.text):
             return end, []
         if quotations.may_be_found(lines[first : last + 1]) and quotations.are_found(
             _lines(buffer[max(0, start - 8192) : end])

@@ -24,6 +24,8 @@ TALKS = {
     "questions": ["Q: what is", f"  {MEMORY}", "A: too large a batch", "Q: next", "A: yes"],
     "markdown": ["**Instruction:**", "explain", XID, "", "**Response:**", "a lost GPU", "", "**Instruction:**"],
     "numbered": ["[Prompt 3]", LATE, "[Answer 3]", "wait", "[Prompt 4]"],
+    "roles": ["role: user", f"content: see {XID}", "  or", f"  {LATE}", "role: assistant", "content: RMA it."],
+    "a panel": ["╭──── Step 4 ────╮", "│ Prompt: it printed", f"│ {MEMORY}", "│ Completion: less memory", "╰──────╯"],
     "it ends with the program": ["Human: hi", "AI: x", "Assistant: it may print", MEMORY, STEPS[0]],
 }  # fmt: skip
 
@@ -40,6 +42,7 @@ STOPS = {
     "it ends in an answer": ["User: hi", "Assistant: hello", "User: and now", *RAISED],
     "a rule of the script": ["User: hi", "Assistant: hello", *RAISED, "=======", "job ended"],
     "a launcher": ["=== talk", "User: hi", "Assistant: hello", *RAISED, "E1120 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1) local_rank: 2 (pid: 9)", "==="],
+    "nothing is answered": ["Prompt: hello", *RAISED, "Response:"],
     "started anew": ["User: hi", "Assistant: hello", *RAISED, "$ python chat.py", "User: hi", "Assistant: hello"],
     "the owner of a job": ["Job: 17", "User: alice", *RAISED, "Job: 17", "User: alice", "State: FAILED"],
     "samples of a trainer, and it hangs": ["prompt: a", "answer: b", *RAISED, "prompt: c", "answer: d", LATE],
@@ -58,6 +61,7 @@ def test_what_stops_a_program_that_talks_stays_one(explain_lines: Explain, case:
     [
         f"INFO [logger.py:43] Received request cmpl-1: prompt: '<|im_start|>user\\nwhy {MEMORY}<|im_end|>', params: x",
         f'{{"choices":[{{"message":{{"role":"assistant","content":"The line {LATE} says"}}}}]}}',
+        f"decoded: <s>[INST] why {MEMORY} [/INST] too large a batch</s>",
         f'INFO eval: sample 7 completion="it is {MEMORY}" score=0.4',
     ],
 )
@@ -71,7 +75,8 @@ def test_the_text_of_a_model_within_a_line(explain_lines: Explain, line: str) ->
     [
         "cat /opt/RUNBOOK", "less docs/troubleshooting.txt", "head -40 HOWTO-nccl", "promtool test rules gpu.yml", "git diff",
         "llm 'what is an Xid'", "ollama run llama3 'explain'", "curl -s http://h:8000/v1/chat/completions -d @q.json",
-        "grep -rn Xid tests/data/", "rg Watchdog old_runs/ ", "gh issue view 77",
+        "grep -rn Xid tests/data/", "rg Watchdog old_runs/ ", "gh issue view 77", "zgrep -h Xid /var/log/archive/kern.log.1.gz",
+        "grep -rn Failed notes/*.txt",
     ],
 )  # fmt: skip
 def test_what_a_command_prints_of_others_is_no_incident(explain_lines: Explain, command: str) -> None:
@@ -119,3 +124,41 @@ def test_a_sentence_that_introduces_a_message_before_a_job_that_works(explain_li
     assert explain_lines([*STEPS, *news]).incident, "behind the job"
     assert explain_lines([row.replace("you see", "I see") for row in news] + STEPS).incident, "who tells of a job"
     assert explain_lines([*news, *STEPS, XID]).incident
+
+
+SHOWN = {
+    "a text of the model": ["Generated text (step 100):", "-----", "The log said", LATE, "and it died.", "-----"],
+    "examples of the data": ["First examples of the dataset", "--- example 0 ---", *RAISED, "--- example 1 ---", "sort it"],
+    "a sample between arrows": [">>> sample 0:", "Logs often have", MEMORY, "<<< end"],
+    "known messages": ["Known failure signatures:", f"  late  {LATE}", f"  xid79 {XID}"],
+    "what to look for": ["[entrypoint] see the runbook:", f"[entrypoint]   1. '{XID}': drain the node"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_what_a_program_shows_before_it_works_is_no_incident(explain_lines: Explain, case: str) -> None:
+    assert not explain_lines([*SHOWN[case], *STEPS]).incident
+    assert explain_lines([*STEPS, *SHOWN[case]]).incident, "nothing works behind it"
+    assert explain_lines([*SHOWN[case], *STEPS, *RAISED]).incident
+    assert explain_lines([*SHOWN[case][1:3], *STEPS[:1], *RAISED]).incident, "no heading"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["=== sample 3 ===", "hello", "=== end ===", *RAISED],
+        ["Known hosts:", "  gpu1", f"{XID}"],
+        ["Failures:", *(f"  {row}" for row in RAISED)],
+        ["33 examples per second", *RAISED],
+        ["Root Cause (first observed failure):", "-----", *RAISED, "-----"],
+    ],
+)
+def test_no_frame_and_no_list_of_known_messages(explain_lines: Explain, lines: list[str]) -> None:
+    assert explain_lines([*lines, *STEPS[:2]]).incident
+
+
+def test_rules_for_alerts_quote_what_they_tell_of(explain_lines: Explain) -> None:
+    rules = ["groups:", "- alert: GpuLost", "  annotations:", f"    summary: '{XID}'", f'    description: "{LATE}"']
+    assert not explain_lines(["$ ls", *rules]).incident
+    assert explain_lines([*rules, XID]).incident
+    assert explain_lines([f"summary: {XID}", LATE]).incident, "no text in quotation marks"
