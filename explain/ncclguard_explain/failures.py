@@ -356,7 +356,8 @@ def lacks_what_others_hold(evidence: Evidence, fact: Fact) -> bool:
         apart = has is not None and abs(float(note.detail) - has) > 0.1 * has
         if note.number == gpu and note.pid is not None and note.pid not in own and (apart or known):
             others.setdefault(note.pid, float(note.detail))
-    held = [note for note in evidence.of(Kind.NOTE, name="held") if gpu is None or note.number in (None, gpu)]
+    held = [note for note in evidence.of(Kind.NOTE, name="held") if None in (gpu, note.number) or note.number == gpu]
+    held = [note for note in held if note.pid not in own]
     same = {other.rank for other in evidence.of(Kind.EXCEPTION) if room is not None and other.rank is not None
             and (found := _ROOM.search(other.detail)) and int(found[1]) == gpu}  # fmt: skip
     if len(same) > 1 and evidence.one_node:  # ranks that have chosen one GPU have its memory

@@ -640,7 +640,8 @@ ROWS: tuple[Row, ...] = (
         (("Engine core proc EngineCore_DP1 died unexpectedly, shutting down client.", {"detail": "EngineCore_DP1"}), ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP3': -9}", {})),
         fields={"rank": None, "rank_basis": "", "name": "replica"}, more=lambda found, text, fact: fact.clone(host="", detail=fact.host or fact.detail or "a worker")),
     Row(Kind.ENVIRONMENT, "vLLM, 0.33: shared memory", r"Insufficient space in /dev/shm.*", "/dev/shm", (("RuntimeError: Insufficient space in /dev/shm for x: 64 MiB required, 12 MiB free. Increase /dev/shm", {"name": "shm"}),), fields={"name": "shm"}),
-    Row(Kind.ENVIRONMENT, "SGLang srt/model_executor/model_runner.py, 0.4 to 0.5", r"memory capacity is unbalanced", "is unbalanced", (("ValueError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes. pre_model_load_memory=7.1", {"name": "gpu_taken"}),), fields={"name": "gpu_taken"}),
+    Row(Kind.ENVIRONMENT, "SGLang srt/model_executor/model_runner.py, 0.4 to 0.5; vLLM vllm/v1/worker/gpu_worker.py, 0.8 to 0.33: what others hold as they start", r"memory capacity is unbalanced|Free memory on device \([\d.]+/[\d.]+ GiB\) on startup is less than", "is unbalanced|on startup is less",
+        (("ValueError: Free memory on device (5.21/79.15 GiB) on startup is less than desired GPU memory utilization (0.9, 71.2 GiB).", {"name": "gpu_taken"}), ("ValueError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes. pre_model_load_memory=7.1", {"name": "gpu_taken"}),), fields={"name": "gpu_taken"}),
     Row(Kind.ENVIRONMENT, "Ray, NeMo-RL, vLLM: placement groups", r"Timed out waiting for placement groups? to be ready|Cannot provide a placement group", "placement group", (("ValueError: Cannot provide a placement group of 8 GPUs within 1800 seconds.", {"name": "resources"}),), fields={"name": "resources"}),
     Row(Kind.ENVIRONMENT, "TRL trl/extras/vllm_client.py, 0.15 to 1.16", r"vLLM server can't be reached at (?P<host>\S+) after (?P<seconds>[\d.]+) seconds|Weight update group already initialized", "", (("ConnectionError: The vLLM server can't be reached at http://0.0.0.0:8000 after 240.0 seconds. Make sure", {"name": "server"}),), fields={"name": "server"},
         more=lambda found, text, fact: fact.clone(host="")),
@@ -989,15 +990,18 @@ ROWS: tuple[Row, ...] = (
         (("|    2   N/A  N/A          998877      C   /opt/other/bin/python                   70112MiB |", {"number": 2, "pid": 998877, "detail": "70112", "name": "holds"}), ("|    0      4188      C   python        8000MiB |", {"pid": 4188})),
         ("| N/A   31C    P0    62W / 400W |  70112MiB / 81920MiB |      0%      Default |",), fields={"name": "holds", "rank": None, "rank_basis": ""}),
     Row(Kind.NOTE, "programs and people who say that a process of others has a GPU",
-        r"(?=.*\b(?i:GPU|CUDA|device)\b)(?=.*\b(?i:(?:another|other|foreign|unrelated|stale|orphan(?:ed)?|zombie|left-?over|previous|different) (?:\w+ ){0,2}(?:user|job|process|run|tenant|container)|not (?:ours|of this job|part of (?:this|our) job)))(?:.*\b(?:[Gg][Pp][Uu]|cuda|device)[ :#]*(?P<number>\d{1,2})\b)?.*?\b(?:pid|PID|[Pp]rocess)[ =:#]*(?P<pid>\d{2,9})\b(?=.*?(?P<detail>\d[\d.]* ?[GM]i?B))", "pid|PID|rocess",
+        r"(?=.*\b(?i:GPU|CUDA|device)\b)(?=.*\b(?i:(?:another|other|foreign|unrelated|stale|orphan(?:ed)?|zombie|left-?over|previous|different) (?:\w+ ){0,2}(?:user|job|process|run|tenant|container)|\b(?:not|no) (?:\w+ ){0,4}?(?:ours|this job|our job)\b))(?:.*\b(?:[Gg][Pp][Uu]|cuda|device)[ :#]*(?P<number>\d{1,2})\b)?.*?\b(?:pid|PID|[Pp]rocess)[ =:#]*(?P<pid>\d{2,9})\b(?=.*?(?P<detail>\d[\d.]* ?[GM]i?B))", "pid|PID|rocess",
         (("GPU 3: pid 998877 of another user (bob) holds 70112 MiB", {"number": 3, "pid": 998877, "name": "held"}), ("preflight: stale process 998877 on cuda:2 uses 61.2 GiB", {"pid": 998877})),
-        ("GPU 3: pid 4188 of rank 3 holds 70112 MiB",), fields={"name": "held", "rank": None, "rank_basis": ""}),
-    Row(Kind.NOTE, "tuners that end a trial early on purpose: Ray Tune, Optuna, W&B sweeps, Katib, Determined, NNI",
-        r"^(?!.*(?i:rror|fail|crash|exception|memory|\boom\b|evict|preempt|timed out)).*?(?i:(?<![a-z])(?:trials?|sweep agent)(?![a-z]).{0,120}?\b(?:pruned|early[- _]?stop\w*|stopped|terminated|halted|cancell?ed)\b|"
-        r"\b(?:prun|stopp|terminat|halt|kill|cancell?)(?:ed|ing)\b.{0,40}(?<![a-z])trials?(?![a-z]))", "trial|Trial|Sweep Agent",
-        (("[I 2026-11-20 10:10:00,000] Trial 3 pruned. ", {"name": "pruned"}), ("2026-11-20 INFO tune.py:616 -- trial_0007 STOPPED by ASHAScheduler (rung 2)", {}),
-         ("HyperBand: terminating trial t9", {}), ("wandb: Sweep Agent: run 7 stopped early by hyperband", {}), ("Trial bayes-7 is EarlyStopped", {})),
-        ("Trial 3 stopped: worker crashed", "Trial train_1 errored after 3 iterations", "Trial 4 finished with value: 0.3", "a trial of patience"), fields={"name": "pruned", "rank": None, "rank_basis": ""}),
+        ("GPU 3: pid 4188 of rank 3 holds 70112 MiB", "another process 4188 waits for a GPU"), fields={"name": "held", "rank": None, "rank_basis": ""}),
+    Row(Kind.NOTE, "tuners that end a trial early on purpose: Ray Tune, Optuna, W&B sweeps, Katib, Determined, NNI, and others",
+        r"^(?!.*(?i:rror|fail|crash|exception|memory|\boom\b|evict|preempt|timed out|time limit)).*?(?i:(?<![a-z])trials?(?![a-z]).{0,120}?\b(?:prun\w+|early[- _]?stop\w*|stopped|stopping|terminat(?:ed|ing)|halted|interrupted|cancell?ed|sigterm)\b|"
+        r"\b(?:prun|stopp|terminat|halt|kill|cancell?|clos|interrupt)(?:ed|ing)\b.{0,40}(?<![a-z])trials?(?![a-z])|"
+        r"\b(?:run|sweep|sweep agent|experiment|config(?:uration)?|candidate|arm)\b.{0,120}?\b(?:pruned|pruning|early[- _]?stop\w*|stop(?:ped|ping|s)? early)\b|"
+        r"\b(?:asha|hyper_?band|median[- _]?stop\w*|pruner)\w*\b.{0,80}?\b(?:stop\w*|prun\w+|terminat\w+|kill\w*)\b|\bwandb\b.{0,60}received command: (?:stop|exit))|^[│|] ?\S+\s+TERMINATED\b",
+        "trial|Trial|prun|early|ASHA|yperband|yperBand|received command|TERMINATED",
+        (("[I 2026-11-20 10:10:00,000] Trial 3 pruned. ", {"name": "pruned"}), ("2026-11-20 INFO tune.py:616 -- trial_0007 STOPPED by ASHAScheduler (rung 2)", {}), ("DEBUG async_hyperband.py:203 -- ASHA decision for a1: STOP", {}),
+         ("HyperBand: terminating trial t9", {}), ("wandb: Sweep Agent: run 7 stopped early by hyperband", {}), ("Trial bayes-7 is EarlyStopped", {}), ("[hpo] run 17: loss 3.1 > median 2.2 -> stopping early", {}), ("│ train_a1  TERMINATED │", {})),
+        ("Trial 3 stopped: worker crashed", "Trial train_1 errored after 3 iterations", "Trial 4 finished with value: 0.3", "a trial of patience", "a run that stops", "nearly done"), fields={"name": "pruned", "rank": None, "rank_basis": ""}),
     # Thrown by none: the interpreter ends threads that ask for its lock while it is gone, below C++ frames.
     Row(Kind.NOTE, "libstdc++, as a Python process ends beside torch's threads (seen with torch 2.13, gloo)", r"^(?:\[.{0,40}\]:?)?terminate called without an active exception", "terminate called",
         (("terminate called without an active exception", {"name": "ended"}),), ("terminate called after throwing an instance of 'c10::Error'",), fields={"name": "ended"}),

@@ -174,6 +174,8 @@ _LINE = re.compile(r"\s*([=\-*#~_─━═])\1{3,}")
 _DIGITS = re.compile(r"\d+")
 #: Lines of a talk, before and behind a message that is quoted in it.
 _TALK = 40
+#: Characters of a line that are looked at for a heading.
+_SHOWN = 400
 
 
 def is_in_talk(before: Sequence[str], following: Following) -> bool:
@@ -227,7 +229,7 @@ _ENTRY = re.compile(r"\s|[-*•'\"]|\d+[.)] |[<>=]")
 
 def is_introduced(before: Sequence[str], row: str, following: Following) -> bool:
     """Return whether a line stands in a list with such a heading, in a frame, or between sentences that explain."""
-    above = [_TAG.sub("", one, 1) for one in before[-_TALK:] if one.strip()]
+    above = [_TAG.sub("", one[:_SHOWN], 1) for one in before[-_TALK:] if one.strip()]
     if above and _INTRODUCES.match(above[-1]):
         below = next((one for one in following(3) if one.strip()), "").encode()
         return len(_WORDS.findall(below)) > 3 and _PRINTS.search(below) is None

@@ -812,6 +812,8 @@ SMI = [
         [FULL.format(2, "2.00", 2, OF_OTHER.format("68.00", "8.00"))],
         [FULL.format(2, "2.00", 2, "Including non-PyTorch memory, this process has 8.00 GiB memory in use."), "$ nvidia-smi", *SMI],
         ["preflight: GPU 2: pid 99887 of another user holds 70112 MiB", FULL.format(2, "2.00", 2, "")],
+        [FULL.format(2, "2.00", 2, ""), "GPU 2 was occupied by PID 99887 (of bob), 70 GiB; not a process of this job"],
+        ["ops: a zombie process 99887 of yesterday still held 71 GiB on GPU 2", FULL.format(2, "2.00", 2, "")],
         ["stale process 99887 on cuda:2 still uses 61.2 GiB", FULL.format(2, "2.00", 2, "")],
         ["[rank2]: pid=4102 up", "rank 2 pid 4102", FULL.format(2, "2.00", 2, "Process 99887 has 68.00 GiB memory in use. Of the")],
     ],
@@ -839,6 +841,7 @@ def test_who_lacks_memory_that_another_job_holds_is_a_victim(explain_lines: Expl
         ([FULL.format(5, "2.00", 5, "Including non-PyTorch memory, this process has 77.00 GiB memory in use."), *SMI], (5,)),
         (["rank 2 pid 99887", FULL.format(2, "2.00", 2, ""), *SMI], (2,)),
         ([FULL.format(2, "2.00", 2, "Including non-PyTorch memory, this process has 68.47 GiB memory in use."), *SMI], (2,)),
+        (["rank 2 pid 99887", "another process 99887 holds 61 GiB of the GPU", FULL.format(2, "2.00", 2, "")], (2,)),
         (["GPU 7: pid 99887 of another user holds 70112 MiB", FULL.format(2, "2.00", 2, "")], (2,)),
     ],
 )  # fmt: skip
