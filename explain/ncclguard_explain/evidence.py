@@ -59,7 +59,7 @@ _WAITS = re.compile(
     r"(?i)wait|stall|alive|heart|elapsed|hang|hung|block|pending|idle|missing|retr|attempt|time|\bsec|uptime|queue|since|warn|error|fail|memory|temperature|poll"
 )
 #: Stalls and planned ends that a job may go on after, by the names of their rows, if that is all that its log has.
-_PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready", "instance"), Kind.ENGINE_WAIT: ("health", "transfer"),
+_PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready", "instance"), Kind.ENGINE_WAIT: ("health", "transfer", "barrier"),
             Kind.SCHEDULER: ("PREEMPTION", "JOB REQUEUE", "Evicted", "Preempted")}  # fmt: skip
 
 

@@ -1061,7 +1061,7 @@ ROWS: tuple[Row, ...] = (
     Row(Kind.NOTE, "torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, 1.9 to 2.15: its limit, where it is set", r"\bjoin_timeout['\"]?[=: ]+(?P<seconds>\d+)\b", "join_timeout",
         (("torchrun --rdzv_backend=c10d --rdzv_conf=join_timeout=300 t.py", {"seconds": 300.0, "name": "join_limit"}), ("  rdzv_configs     : {'join_timeout': 120}", {"seconds": 120.0})), fields={"name": "join_limit"}),
     Row(Kind.ENGINE_WAIT, "coordination services and programs whose barrier ran out of time: JAX, Orbax, TensorFlow, etcd, and others",
-        r"(?i:(?<![a-z_])(?<!based\s)barrier\b[^|]{0,120}?\b(?:timed out|deadline_?\s?exceeded)\b|\b(?:timed out|deadline_?\s?exceeded)\b(?!.{0,40}store)[^|;]{0,80}?(?<![a-z_])barrier\b(?!-))"
+        r"(?!.*\b[Rr]etr[yi])(?i:(?<![a-z_])(?<!based\s)barrier\b[^|]{0,120}?\b(?:timed out|deadline_?\s?exceeded)\b|\b(?:timed out|deadline_?\s?exceeded)\b(?!.{0,40}store)[^|;]{0,80}?(?<![a-z_])barrier\b(?!-))"
         r"(?:[^|]{0,60}?(?<![\d.:])(?:(?P<seconds>\d+(?:\.\d+)?) ?s(?:ec\w*)?\b|(?P<minutes>\d+) ?m(?:0s|in\w*)?(?!\w)))?", "arrier",
         (("coordination_service.cc:1000] Barrier sync:ckpt_7 timed out after 10m0s, 7/8 tasks at the barrier", {"name": "barrier", "seconds": 600.0}),
          ("RuntimeError: barrier timed out in save after 600 s", {"seconds": 600.0}), ("[process=0] barrier 'save.12' DEADLINE_EXCEEDED after 300 seconds", {"seconds": 300.0}),

@@ -220,7 +220,8 @@ _LISTS = re.compile(
 )
 #: Above a text that a program shows of its data or its model, in a frame.
 _SHOWS = re.compile(
-    r"(?i).*\b(?:samples?|examples?|generated|generations?|decoded|completions?|predictions?|rollouts?)\b"
+    r"(?i)(?:[^\w\n]*|.*\b)(?:samples?|examples?|generated(?: text)?|generations?|decoded(?: text)?|completions?|predictions?|rollouts?)"
+    r"(?: ?#?\d+)?(?: \([^)]{0,40}\)| (?:of|at|for|from) .{0,40})?\W*$"
 )
 _FRAME = re.compile(r"\s*(?:[=\-*#~>]{2,}|<{2,}) ?[A-Za-z]")
 _TAG = re.compile(r"\[[\w.\- ]+\]:? ?")

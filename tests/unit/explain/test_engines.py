@@ -408,7 +408,7 @@ def test_a_barrier_that_only_a_service_names(explain_lines: Explain, line: str, 
 
 @pytest.mark.parametrize(
     "line",
-    ["barrier timeout: 600 s", "barrier passed in time, no timeout", "barriers: 7 in 3 s", "DEADLINE_EXCEEDED of one request; barrier-free"],
+    ["barrier timeout: 600 s", "barrier timed out, retrying", "barrier passed in time, no timeout", "barriers: 7 in 3 s", "DEADLINE_EXCEEDED of one request; barrier-free"],
 )  # fmt: skip
 def test_a_barrier_that_did_not_run_out_of_time(explain_lines: Explain, line: str) -> None:
     assert explain_lines(["[rank0]: step 3", line, "[rank0]: step 4"]).collective is None
@@ -437,3 +437,10 @@ def test_the_limit_of_a_rendezvous_that_came_about_is_none_of_a_collective(expla
     assert report.collective is not None and report.collective.op == "ALLREDUCE"
     assert report.effective_timeout_ms == 600_000
     assert explain_lines(["RendezvousClosedError: x", "torchrun --rdzv_conf=join_timeout=120 t.py"]).collective is None
+
+
+def test_a_job_that_goes_on_behind_a_barrier_is_none(explain_lines: Explain) -> None:
+    steps = [f"2026-11-20 10:00:0{n} [rank0]: step {n} loss 1.{n}" for n in range(6)]
+    late = "2026-11-20 10:00:03 [rank0]: barrier 'log' timed out after 30 s"
+    assert not explain_lines([*steps[:3], late, *steps[3:]]).incident
+    assert explain_lines([*steps, late]).incident

@@ -150,6 +150,7 @@ def test_what_a_program_shows_before_it_works_is_no_incident(explain_lines: Expl
         ["Known hosts:", "  gpu1", f"{XID}"],
         ["Failures:", *(f"  {row}" for row in RAISED)],
         ["33 examples per second", *RAISED],
+        ["=== Training examples: 1000 ===", "loading", *RAISED, "=== end ==="],
         ["Root Cause (first observed failure):", "-----", *RAISED, "-----"],
     ],
 )
