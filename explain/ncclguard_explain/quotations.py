@@ -1,7 +1,7 @@
 """Tell what somebody quotes from what a job prints: sources, pages, conversations, tests, the text of a model.
 
-A message that is quoted is no incident. Some of it is told by an input as a whole (`what_it_is`), some by the command
-that prints it (`prints_document`), some by the line itself and those around it (`is_quoted`, `spans`).
+A message that is quoted is no incident. That is told by an input as a whole (`what_it_is`), by the command that prints
+it (`is_printed`), by the lines around it (`is_in_talk`, `is_introduced`), or by the line itself (`is_data`, `spans`).
 """
 
 from __future__ import annotations

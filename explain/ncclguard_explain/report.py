@@ -414,7 +414,7 @@ def _collective(evidence: Evidence, verdict: Verdict) -> tuple[Work | None, Grou
 
 
 def _met(evidence: Evidence) -> Work | None:
-    """Where processes wait for each other outside of any collective: a barrier of a service, the rendezvous."""
+    """Return where processes waited for each other outside of any collective: a service's barrier, the rendezvous."""
     if evidence.of(Kind.ENGINE_WAIT, name="barrier") + evidence.of(Kind.ACCUSED, name="barrier"):
         return Work("barrier")
     met = [fact for fact in evidence.of(Kind.RENDEZVOUS) if fact.name == "clients" or fact.detail in _RENDEZVOUS]
