@@ -3,6 +3,7 @@
 The way from a file to a report, each module resting only on those above it:
 
     language    what people are told, in their language; `cause`, `ranks`, `page` and `command_line` say it
+    quotations  what somebody quotes, and no job prints
     records     find the inputs, stream them; the lines that matter, without prefixes, wrapped ones joined
     facts       what a line says (`Fact`), what the rules make of all of them (`Verdict`)
     patterns    the table of formats: one row for each thing that a line can say

@@ -92,7 +92,7 @@ def by_port(evidence: Evidence, world: World) -> Verdict | None:
 
 def by_clients(evidence: Evidence, world: World) -> Verdict | None:
     """Tasks that had ended, pods that never started, or ranks with a wrong name: as many as torch's store misses."""
-    for fact in evidence.of(Kind.RENDEZVOUS, name="clients"):
+    for fact in [one for one in evidence.of(Kind.RENDEZVOUS, name="clients") if one.detail]:
         ended = [
             note
             for note in evidence.of(Kind.NOTE, name="tasks_ended")

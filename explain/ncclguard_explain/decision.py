@@ -21,7 +21,7 @@ from ncclguard_explain.cause import Cause
 from ncclguard_explain.causes import OUT_OF_MEMORY, Finding
 from ncclguard_explain.evidence import Evidence
 from ncclguard_explain.facts import EXPIRED, Fact, Kind, Verdict
-from ncclguard_explain.failures import follows_from_peers, own_exceptions
+from ncclguard_explain.failures import follows_from_peers, lacks_what_others_hold, own_exceptions
 from ncclguard_explain.language import joined, received, tr
 from ncclguard_explain.ranks import ranks_text
 
@@ -43,11 +43,6 @@ _ENVIRONMENT = ("ModuleNotFoundError", "ImportError", "PermissionError", "FileNo
                 "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError",
                 "killed by signal: Killed", "killed by signal: Bus error",
                 "Failed to initialize the HCCP process", "Device acquire failed", "was built without", "Error opening", "PytorchStreamWriter failed", "unexpected pos", "Disk quota exceeded", "Input/output error")  # fmt: skip
-#: torch/c10/cuda/CUDACachingAllocator.cpp names the other processes on the GPU, and its own where it knows its number.
-_OTHER_PROCESS = re.compile(
-    r"\bProcess (\d+) has [\d.]+ GiB memory in use\b(?:(?!Tried to allocate).)*\b"
-    r"(?:this process has|Process (?!\1\b)\d+ has [\d.]+ GiB)\b"
-)
 _BROKEN_NODE = ("NodeNotReady", "NodeLost", "NODE FAILURE", "NodeShutdown", "DeviceUnhealthy", "TaintManagerEviction")
 _DIFFER = ("mismatch_shape_or_op", "rank_divergence", "unequal_batches", "unused_params")
 _SET_UP = ("shared_memory", "p2p_acs_iommu", "network_interface", "store_rendezvous")
@@ -225,7 +220,8 @@ def _after_a_crash(evidence: Evidence, verdict: Verdict, finding: Finding, cause
         told = [(fact, found) for fact in verdict.facts if (found := _RAISED.search(fact.detail))]
         raised += [fact for fact, found in told if not follows_from_peers(found[1], found[2] or "")]
     text = " ".join(f"{fact.name} {fact.detail}" for fact in raised + parents)
-    if any(word in text for word in _MEMORY) and _OTHER_PROCESS.search(text):
+    own = [fact for fact in raised + parents if not verdict.culprits or fact.rank in verdict.culprits]
+    if any(lacks_what_others_hold(evidence, fact) for fact in own):
         return Decision(
             "fix-environment", tr("another process holds memory of the GPU; the job does not fit beside it")
         )

@@ -152,7 +152,10 @@ _OF_SSH = 255  # the exit status by which ssh says that it has lost its connecti
 def _speaks_later(evidence: Evidence, rank: int, fact: Fact) -> bool:
     own = [one for one in evidence.facts if one.rank == rank and one.kind not in (Kind.ACCUSED, Kind.ENGINE_END)]
     own = [one for one in own if one.kind is not Kind.LAUNCHER or one.number not in (-9, _OF_SSH)]
-    return any(one.source != fact.source or one.line > fact.line for one in own if one.kind is not Kind.ENGINE_WAIT)
+    own = [
+        one for one in own if one.kind is not Kind.ENGINE_WAIT or (one.name, one.rank_basis) == ("barrier", "prefix")
+    ]
+    return any(one.source != fact.source or one.line > fact.line for one in own)
 
 
 def _listed(evidence: Evidence, world: World) -> Verdict | None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ncclguard_explain import incident_text, passages, places
+from ncclguard_explain import incident_text, passages, places, quotations
 from ncclguard_explain.census import LABEL
 from ncclguard_explain.facts import EXPIRED, MAX_RANK, WAITING, Fact, Group, Kind, Work, united
 from ncclguard_explain.jobs import Signs
@@ -25,6 +24,8 @@ from ncclguard_explain.records import BINARY, Recoder, Record, Scanner, Source, 
 # Bounds memory on logs that are nothing but complaints; what was counted before is kept, timeouts and fingerprints
 # always are.
 MAX_FACTS = 100_000
+#: Statements of which it is looked up who quotes them: a log with more of them is none that quotes.
+LOOKS = 2_000
 _ALWAYS = WAITING | {Kind.FINGERPRINT, Kind.DUMP_RECEIVED, Kind.DESYNC, Kind.LAUNCHER, Kind.EXIT}
 OF_A_HEALTHY_JOB = frozenset(
     {Kind.RETRIED, Kind.PROGRESS, Kind.PHASE, Kind.NOTE, Kind.NCCL_INFO, Kind.JOINED, Kind.ALIVE, Kind.PEER_CLOSED}
@@ -41,38 +42,6 @@ _IN_EVALUATION = re.compile(r"\b(?:name|phase)='evaluation ")
 _JOB_OF_TABLE = re.compile(r"(\d+)[\s|].*COMPLETED")
 _OF_THE_KERNEL = frozenset([Kind.XID, Kind.NIC, Kind.KERNEL_OOM])
 _DAY, _YEAR = 86_400.0, 365 * 86_400.0  # in seconds; lines of the kernel do not tell the year
-#: A shell (`set -x`, a session) prints a document or what others have written of their changes, up to its next command.
-_PROMPT = r"(?:(?:\(\w+\) )?(?:\[?\w[\w.\-]*@[\w.\-]+[^\n$#%]{0,40}|[~/][^\s$#%]*(?: \([\w/.\-]+\))?) ?[$#%]|[+$]+) *"
-_PRINTS_DOCUMENT = re.compile(
-    rf"{_PROMPT}(?:(?:cat|less|more|head|tail|bat|sed)(?: (?:-\S+|'[^']*'|\d+))* \S+\.(?:md|rst)\b|git (?:log|show|diff|blame)\b)"
-)
-_NEXT_COMMAND = re.compile(rf"{_PROMPT}\S")
-#: What a chat prints above each message, or before it: who, and when.
-_SPEAKER = re.compile(
-    rb"(?m)^(?:(?:[*_]{1,2})?@?((?!(?i:.*\b(?:time|elapsed|eta|epoch|step|loss|took|duration)\b))[A-Za-z][A-Za-z.\-]*(?: [A-Za-z.\-]+){0,2})"
-    rb"(?:[*_]{1,2})?(?: {1,4}|, |\t| \xe2\x80\x94 )\[?(?:(?:[Tt]oday|[Yy]esterday)(?: at)? )?"
-    rb"([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\]?:?\r?$"
-    rb"|\[([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\] (?!INFO|WARN|ERROR|DEBUG)@?([A-Za-z][A-Za-z.\- ]{1,30}): )"
-)
-#: The title of a page that quotes what one may see, and any heading.
-_TITLE = re.compile(
-    rb"\s*(?:---\n(?:[\w\-]+:.*\n)+---\s+)?(?:#{1,3} |(?=[^\n]{3,80}\n[=\-]{3,}\s*\n))(?:[A-Za-z\-]+ ){0,3}?"
-    rb"(?i:troubleshooting|FAQ|frequently asked questions|runbook|playbook|known (?:issues|errors)|release notes|changelog|"
-    rb"common (?:errors|problems))(?![^\s:])(?:[A-Za-z ,:&/\-]|v?\d{1,2}\b(?!-)){0,60}(?:\([^)\n]{0,40}\))?[ ]*\n"
-)
-_HEADINGS = re.compile(rb"(?m)^#{1,4} \S|^[=\-]{3,}\s*$")
-#: What launchers and programs print, and pages and people do not.
-_LAUNCHES = re.compile(
-    rb"\bsrun: |slurmstepd: |mpirun noticed|elastic/(?:agent|multiprocessing)|\.ChildFailedError|\btorchrun --|"
-    rb"exits with return code"
-)
-_PRINTS = re.compile(_LAUNCHES.pattern + rb"|Traceback \(most recent call last\)")
-#: unittest and GoogleTest: the head of a test, and the end of a run in which all have passed.
-_TEST = re.compile(rb"(?m)^test\w* \([\w.]+\)(?: \.\.\. |\r?$)|^\[={10}\] Running \d+ tests? from ")
-_PASSED = re.compile(
-    rb"\nRan \d+ tests? in [\d.]+s\r?\n\s*OK(?: \((?:skipped|expected failures)=[^)\n]*\))?\s*\Z|"
-    rb"\n\[  PASSED  \] \d+ tests?\.(?![\s\S]*\[  FAILED  \])"
-)
 #: Several copies of one server, of which the log is: each counts its processes from 0 on.
 _REPLICAS = re.compile(
     r"\bkubectl .*\blogs\b.* (?:-l|--selector|--all-pods|deploy(?:ment)?s?/)|\b(?i:replicas?[=: ]+|--replicas[= ])(?:[2-9]|\d\d)\b|"
@@ -89,10 +58,8 @@ _NO_COUNT = re.compile(r"\d+(?:[-/:.,]\d+)+")
 _WAITS = re.compile(
     r"(?i)wait|stall|alive|heart|elapsed|hang|hung|block|pending|idle|missing|retr|attempt|time|\bsec|uptime|queue|since|warn|error|fail|memory|temperature|poll"
 )
-#: A list under a heading of Markdown, and nothing else: release notes, a plan.
-_LIST = re.compile(rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?")
 #: Stalls and planned ends that a job may go on after, by the names of their rows, if that is all that its log has.
-_PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready", "instance"), Kind.ENGINE_WAIT: ("health", "transfer"),
+_PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready", "instance"), Kind.ENGINE_WAIT: ("health", "transfer", "barrier"),
             Kind.SCHEDULER: ("PREEMPTION", "JOB REQUEUE", "Evicted", "Preempted")}  # fmt: skip
 
 
@@ -205,35 +172,6 @@ class World:
         return self.size == 2 and (self.basis != "highest rank seen" or self.merged)
 
 
-def _is_conversation(data: bytes) -> bool:
-    """Return whether people speak, quote and say what they think, a few lines each, and no program or launcher does."""
-    said = [
-        (found[1] or found[6], int(found[2] or found[4]), int(found[3] or found[5]))
-        for found in _SPEAKER.finditer(data)
-    ]
-    names = {name for name, _, _ in said}
-    times = [(hour + 12 * (hour < said[0][1]), minute) for _, hour, minute in said]  # it may become one o'clock
-    return (
-        len(said) > 3
-        and 1 < len(names) < len(said)
-        and times == sorted(times)
-        and data.count(b"\n") < 10 * len(said)
-        and (b"\n> " in data or b"`" in data)
-        and _PRINTS.search(data) is None
-    )
-
-
-def _is_page(data: bytes) -> bool:
-    """Return whether a page with headings explains errors, and no program or launcher prints any."""
-    return _TITLE.match(data) is not None and len(_HEADINGS.findall(data)) > 1 and _PRINTS.search(data) is None
-
-
-def _are_tests(data: bytes) -> bool:
-    """Return whether unittest runs tests from the beginning on, all of which pass, and nobody else prints."""
-    passed = _PASSED.search(data) is not None and _TEST.search(data[:1000]) is not None
-    return passed and b"FAILED (" not in data and _LAUNCHES.search(data) is None
-
-
 def read_record(record: Record) -> Iterator[Fact]:
     """Yield the facts of one record."""
     prefix = record.prefix
@@ -280,7 +218,8 @@ class Collector:
         self._signs = Signs()
         self._columns: dict[tuple[int, str], list[tuple[int, list[int]]]] = {}  # last lines of one kind, their figures
         self._told_world = 0  # by a launcher or a program, and not by the size of a communicator
-        self._quoted: dict[int, int] = {}  # source -> the line before which a document is printed
+        self._quoted: set[int] = set()  # inputs that are no logs
+        self._looked = 0
 
     def read(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
         """Read one source; a damaged or foreign one leaves a note, never an exception."""
@@ -329,22 +268,9 @@ class Collector:
             self._scanners[source.index] = Scanner(source)
             self.evidence.sources.append(source)
             self._signs.job |= source.rank is not None or source.one_node
-            if source.name.endswith((".py", ".po", ".pot")):
-                self._quoted[source.index] = sys.maxsize
-                self.evidence.notes.append(tr("{name}: a program, and no log", name=source.name))
-            for is_kind, text in (
-                (_is_page, tr("{name}: a page about errors, and no log", name=source.name)),
-                (
-                    _is_conversation,
-                    tr("{name}: people quote messages in it: give the log that they speak of", name=source.name),
-                ),
-                (_are_tests, tr("{name}: tests, which have passed", name=source.name)),
-            ):
-                if is_kind(data):
-                    self._quoted[source.index] = sys.maxsize
-                    self.evidence.notes.append(text)
-            if data and _LIST.fullmatch(data) and b"\n" in data.strip():
-                self._quoted[source.index] = sys.maxsize
+            if (text := quotations.what_it_is(source.name, data)) is not None:
+                self._quoted.add(source.index)
+                self.evidence.notes.append(text)
         self._signs.read(source.index, data)
         scanner = self._scanners[source.index]
         for record in scanner.feed(data, final, settle):
@@ -410,14 +336,8 @@ class Collector:
 
     def _take(self, record: Record) -> None:
         evidence, prefix, index = self.evidence, record.prefix, record.source.index
-        if record.number < self._quoted.get(index, 0):
+        if index in self._quoted:
             return
-        if (".md" in record.text or ".rst" in record.text or "git " in record.text) and _PRINTS_DOCUMENT.match(
-            record.text
-        ):
-            rows = record.following(400)
-            ends = (number for number, row in enumerate(rows, record.number + 1) if _NEXT_COMMAND.match(row))
-            self._quoted[index] = next(ends, 0)
         if prefix.basis == "prefix" and prefix.rank is not None and prefix.rank < MAX_RANK:
             self._prefixed.setdefault(index, set()).add(prefix.rank)
             evidence.seen_ranks.add(prefix.rank)
@@ -451,7 +371,16 @@ class Collector:
             plain = _NO_COUNT.sub("", text)
             figures = [int(number) for number in re.findall(r"\d{1,15}", plain)]
             self._columns.setdefault((index, re.sub(r"\d+", "", plain)), []).append((record.number, figures))
-        for fact in read_record(record):
+        facts = list(read_record(record))
+        if self._looked < LOOKS and any(fact.kind not in OF_A_HEALTHY_JOB for fact in facts):
+            self._looked += 1
+            *before, row = record.preceding()
+            if quotations.is_printed(before, record.following):
+                return
+            quoted = "talk" if quotations.is_in_talk(before, record.following) else ""
+            quoted = quoted or ("sentence" if quotations.is_introduced(before, row, record.following) else "")
+            facts = [fact.clone(quoted=quoted) for fact in facts] if quoted else facts
+        for fact in facts:
             self._add(fact)
 
     def _add(self, fact: Fact) -> None:
@@ -499,6 +428,7 @@ class Collector:
         if known is not None:
             known.repeated += 1
             known.until = max(known.until, fact.line)
+            known.quoted = known.quoted and fact.quoted
             known.hidden = max(known.hidden, fact.hidden)
             known.frames = known.frames or fact.frames
             for name in ("advice", "waiting", "sides"):  # a panel says more than the line before it
@@ -522,6 +452,7 @@ class Collector:
             notes=list(kept.notes),
             seen_ranks=set(kept.seen_ranks).union(*self._prefixed.values()) if self._prefixed else set(kept.seen_ranks),
         )
+        _leave_out_quotations(evidence)
         self._leave_out_what_is_of_no_job(evidence)
         evidence.facts = [one for fact in evidence.facts for one in _tasks(fact)]
         self._resolve_ranks(evidence)
@@ -531,6 +462,7 @@ class Collector:
         _drop_other_days(evidence)
         _mark_healed(evidence)
         _mark_ended_well(evidence)
+        _mark_pruned(evidence)
         _mark_traced_anew(evidence)
         _give_to_their_ranks(evidence)
         _give_to_who_crashed(evidence)
@@ -679,6 +611,22 @@ class Collector:
         return names
 
 
+def _leave_out_quotations(evidence: Evidence) -> None:
+    """Leave out what talks with a model quote, and sentences before a job that works, where nothing else accuses."""
+    accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.STACK}]
+    works: dict[int, list[int]] = {}
+    for fact in evidence.of(Kind.ALIVE, Kind.PROGRESS):
+        works.setdefault(fact.source, []).append(fact.line)
+    if accusing and all(
+        fact.quoted == "talk"
+        or (fact.quoted and len([line for line in works.get(fact.source, ()) if line > max(fact.line, fact.until)]) > 1)
+        for fact in accusing
+    ):
+        evidence.facts = [fact for fact in evidence.facts if not fact.quoted]
+        evidence.broken_off = {}
+        evidence.notes.append(tr("messages that are quoted, in talks with a model or in sentences, are left out"))
+
+
 def _leave_out_other_worlds(evidence: Evidence) -> None:
     """Leave without a rank whoever has a higher number in a group than its rank: the group has processes of other jobs.
 
@@ -775,6 +723,33 @@ def _mark_ended_well(evidence: Evidence) -> None:
         )
     }  # fmt: skip
     if ends and all(fact.line < ends.get(fact.source, 0) for fact in accusing):
+        for fact in accusing:
+            fact.kind = Kind.RETRIED
+
+
+#: Kinds and exceptions by which processes end that are told to, and lines around a tuner's word in which they do.
+_OF_A_STOP = frozenset({Kind.ENDED_BY_LAUNCHER, Kind.STORE_LOST, Kind.GLOO_CLOSED, Kind.TEARDOWN, Kind.ABORTED})
+_STOPPED = re.compile(r"(?:TrialPruned|EarlyStop\w*|TrialStopped|SIGTERMException|SignalException|ChildFailedError)$")
+_BEFORE_STOP, _BEHIND_STOP = 50, 200
+
+
+def _is_of_a_stop(fact: Fact) -> bool:
+    if fact.kind is Kind.EXCEPTION:
+        return _STOPPED.search(fact.name) is not None or (fact.name == "SystemExit" and fact.detail in ("15", "143"))
+    return fact.kind in _OF_A_STOP or (fact.kind in (Kind.LAUNCHER, Kind.EXIT) and fact.number in (-15, 143))
+
+
+def _mark_pruned(evidence: Evidence) -> None:
+    """Count as survived how the processes of a trial end that a tuner has stopped on purpose, if that is all."""
+    told = evidence.of(Kind.NOTE, name="pruned")
+    told += [fact for fact in evidence.of(Kind.EXCEPTION) if fact.name.endswith("TrialPruned")]
+    accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.STACK}]
+    if told and all(
+        _is_of_a_stop(fact)
+        and any(one.line - _BEFORE_STOP <= fact.line <= max(one.line, one.until) + _BEHIND_STOP
+                for one in told if one.source == fact.source)
+        for fact in accusing
+    ):  # fmt: skip
         for fact in accusing:
             fact.kind = Kind.RETRIED
 

@@ -195,6 +195,7 @@ class Fact:
     until: int = 0  # the line of its last copy, if it has copies
     hidden: int = 0
     after_symptom: bool = False
+    quoted: str = ""  # in a "talk" with a model, or a "sentence" of an explanation
     frames: tuple[str, ...] = field(default_factory=tuple)
     advice: tuple[str, ...] = ()  # of an incident of ncclguard's own: what to do, and what would have made more of it
     waiting: tuple[int, ...] = ()  # of an incident of ncclguard's own: who was in the call

@@ -27,7 +27,7 @@ _FOLLOWS = re.compile(
     r"|CUDA error: an illegal.*NCCL|unhandled system error|NCCL error|ncclInternalError|NCCL operation (?:timed out|failed)"
     r"|DeepEP error|EPException|RPC call to|Executor failed|Worker failed with|workers? failed|Engine ?[Cc]ore|died unexpectedly"
     r"|(?<!DataLoader )(?<!Loader )[Tt]imed ?out (?:waiting|building|after)|can't be reached|[Ff]ailed to connect|[Cc]onnection refused"
-    r"|coordination service|Barrier timed out|heartbeat|Broken promise|NPU function error|HCCL|hccl api failed|CheckpointException"
+    r"|coordination service|(?i:\bbarrier\b.{0,120}(?:timed out|deadline.?exceeded)|(?:timed out|deadline.?exceeded).{0,80}\bbarrier\b)|heartbeat|Broken promise|NPU function error|HCCL|hccl api failed|CheckpointException"
     r"|expects same model across all ranks|connectFullMesh failed|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
     r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
     r"|peer (?:has |may have )?(?:closed|disconnected|exited)|NRT_TIMEOUT|workspace wait failed"
@@ -38,7 +38,7 @@ _FOLLOWING_TYPES = frozenset(
     ["ChildFailedError", "ProcessExitedException", "ProcessRaisedException", "SignalException", "KeyboardInterrupt",
      "SystemExit", "CalledProcessError", "DistStoreError", "DistNetworkError", "DistBackendError", "BrokenPipeError",
      "ConnectionResetError", "ConnectionRefusedError", "EOFError", "RendezvousConnectionError", "GeneratorExit",
-     "CollectiveFingerPrint", "SIGTERMException", "GuardError", *incident_text.ERRORS,
+     "CollectiveFingerPrint", "SIGTERMException", "TrialPruned", "GuardError", *incident_text.ERRORS,
      "RayTaskError", "TimeoutError", "GetTimeoutError", "RayChannelTimeoutError", "RayChannelError", "EngineDeadError",
      "EngineGenerateError", "KVTransferError", "ActorDiedError", "RayActorError", "ActorUnavailableError",
      "WorkerCrashedError", "NodeDiedError", "ExecuteUserScriptError", "RendezvousTimeoutError", "RendezvousClosedError", "CheckpointException",
@@ -319,7 +319,52 @@ _SHM = tr("could not get shared memory")
 _SAME_GPU = tr("share one GPU, and which of them chose it wrongly is not shown")
 _ONE_GPU = re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+)")
 _GPU_FULL = re.compile(r"CUDA out of memory.*?\bGPU (\d{1,2})(?:;| has a total)")
+#: The rule by which a rank is no culprit that finds its GPU taken.
+OF_OTHERS = "memory of others"
+#: torch/c10/cuda/CUDACachingAllocator.cpp: the GPU, what is free of it, and what processes have of it.
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemory")
+_WANTED = re.compile(r"Tried to allocate ([\d.]+) ([KMG])iB")
+_ROOM = re.compile(
+    r"\bGPU (\d{1,2})(?: has a total capacity of ([\d.]+) ([KMG])iB of which ([\d.]+) ([KMG])iB is free|;)"
+)
+_HAS = re.compile(r"\b(?:Process (\d+)|this process) has ([\d.]+) ([KMG])iB memory in use")
+_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _OUT_OF_MEMORY = tr("was ended by the kernel's out-of-memory killer")
+
+
+def _mib(found: re.Match[str] | None, at: int) -> float | None:
+    return float(found[at]) * _UNITS[found[at + 1]] if found is not None and found[at] else None
+
+
+def lacks_what_others_hold(evidence: Evidence, fact: Fact) -> bool:
+    """Return whether an allocation failed for memory of its GPU that a process holds which is none of the job's.
+
+    In a container torch does not know its own process among those that it lists: one alone may be itself.
+    """
+    text = f"{fact.name} {fact.detail}"
+    if fact.kind is not Kind.EXCEPTION or not _NO_MEMORY.search(text):
+        return False
+    room, own = _ROOM.search(text), {pid for _, pid in evidence.ranks.processes}
+    gpu = int(room[1]) if room else None
+    listed = [(int(found[1]) if found[1] else None, _mib(found, 2) or 0.0) for found in _HAS.finditer(text)]
+    others = {pid: mib for pid, mib in listed if pid is not None and pid not in own}
+    has = next((mib for pid, mib in listed if pid is None), None)
+    known = fact.pid in own or any(rank == fact.rank for rank in evidence.ranks.processes.values())
+    if len(listed) < 2 and has is None and not known:
+        others = {}
+    for note in evidence.of(Kind.NOTE, name="holds") if gpu is not None else ():
+        apart = has is not None and abs(float(note.detail) - has) > 0.1 * has
+        if note.number == gpu and note.pid is not None and note.pid not in own and (apart or known):
+            others.setdefault(note.pid, float(note.detail))
+    held = [note for note in evidence.of(Kind.NOTE, name="held") if None in (gpu, note.number) or note.number == gpu]
+    held = [note for note in held if note.pid not in own]
+    same = {other.rank for other in evidence.of(Kind.EXCEPTION) if room is not None and other.rank is not None
+            and (found := _ROOM.search(other.detail)) and int(found[1]) == gpu}  # fmt: skip
+    if len(same) > 1 and evidence.one_node:  # ranks that have chosen one GPU have its memory
+        return False
+    wanted, free = _mib(_WANTED.search(text), 1), _mib(room, 4)
+    fits = wanted is None or free is None or wanted <= free + sum(others.values())
+    return bool(held) or (bool(others) and fits)
 
 
 def by_failure(evidence: Evidence, world: World) -> Verdict | None:
@@ -328,6 +373,11 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
     raised = _of_who_ended_first(evidence, world, raised, _who_ended_first(evidence, raised, aborted))
     broken, sticky = _of_who_aborted(evidence, aborted)
     found: Verdict | None = None
+    victims = [fact for fact in raised if lacks_what_others_hold(evidence, fact)]
+    raised = [fact for fact in raised if fact not in victims]
+    sticky = [
+        fact for fact in sticky if not any(one.source == fact.source and one.line == fact.line for one in victims)
+    ]
     for facts, cause, what in (
         ([f for f in evidence.of(Kind.UNUSED) if f.rank is not None], Cause.DIVERGED, _UNUSED),
         (broken, Cause.FAILED, _HARDWARE),
@@ -388,6 +438,9 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
             found.culprits = tuple(sorted({*found.culprits, *ranks}))
             found.reason = joined("; ", (found.reason, reason))
             found.facts = found.facts + facts
+    if victims and (found is None or not found.culprits):
+        reason = tr("another process holds memory of the GPU; the job does not fit beside it")
+        return Verdict((), Cause.FAILED, "medium", OF_OTHERS, reason, victims, suspects=named_ranks(victims))
     return found
 
 
@@ -400,7 +453,24 @@ def _raised(evidence: Evidence, world: World) -> list[Fact]:
         else fact.clone(rank=rank, rank_basis="text")
         for fact in own_exceptions(evidence) + engines.accused_of_raising(evidence)
     ]  # fmt: skip
+    table = _raised_alike(evidence)
+    if table:  # whose traceback the log has besides is any of theirs
+        raised = [
+            fact for fact in raised if fact.rank is not None or fact.name.rsplit(".", 1)[-1] != table[0].name
+        ] + table
     return _on_all_gpus(evidence, world, raised)
+
+
+_IN_TABLE = re.compile(r"(?:\w+\.)*([A-Z]\w*)(?:: (.*))?$")
+
+
+def _raised_alike(evidence: Evidence) -> list[Fact]:
+    """Return what the ranks of torchelastic's table raised, where each that ended by itself raised the same."""
+    ended = [fact for fact in evidence.of(Kind.LAUNCHER) if fact.rank is not None and (fact.number or 0) > 0]
+    told = [(fact, found) for fact in ended if (found := _IN_TABLE.match(fact.detail))]
+    raised = [fact.clone(kind=Kind.EXCEPTION, name=found[1], detail=found[2] or "") for fact, found in told]
+    own = [fact for fact in raised if not follows_from_peers(fact.name, fact.detail)]
+    return own if len(ended) == len(own) > 1 and _alike(own) else []
 
 
 def _aborts_unprovoked(evidence: Evidence) -> list[Fact]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ncclguard_explain.cause import ALL_ADVICE, WORD, Cause
 from ncclguard_explain.facts import MAX_RANK, Fact, Kind, Work
 from ncclguard_explain.language import LANGUAGES, beside, said, tr
-from ncclguard_explain.records import Following
+from ncclguard_explain.quotations import Following
 
 #: A panel and a log line have this in them.
 HEAD = "ncclguard incident "

@@ -19,7 +19,8 @@ from typing import Any
 from ncclguard_explain import incident_text
 from ncclguard_explain.facts import Fact, Kind, Work
 from ncclguard_explain.patterns import numbers, parse_text, warning_class
-from ncclguard_explain.records import Following, Prefix, headless, message_of, split_prefix
+from ncclguard_explain.quotations import Following
+from ncclguard_explain.records import Prefix, headless, message_of, split_prefix
 
 _EXCEPTION = re.compile(
     r"^(?!(?:NOTE|INFO|DEBUG|WARN|WARNING|ERROR|CRITICAL|FATAL)\b)(?P<type>(?:[a-zA-Z_]\w*\.)*[A-Z]\w*)(?:: ?(?P<text>.*))?$"
@@ -61,6 +62,7 @@ _SUMMARY_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)")
 _SUMMARY_EXIT = re.compile(r"exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _SUMMARY_TRACE = re.compile(r"traceback\s*: (.*)")
 _SUMMARY_HOST = re.compile(r"host\s*: (\S+)")
+_TABLE_ENDS = re.compile(r"\s*(?:\[\d+\]:|-{8,}|={8,})")
 _DESYNC_AT = re.compile(r"\[(\d+)\] Timeout at collective: (\w+), #(\d+)")
 _NEVER = re.compile(r"ranks \[([\d, ]+)\] are the lagging ranks that caused this timeout")
 _UNFINISHED = re.compile(r"\[([\d, ]+)\] joined but didn't finish collective #(\d+)")
@@ -315,7 +317,8 @@ def _summary(text: str, following: Following, make: Fact) -> Iterator[Fact]:
     first = "first observed failure" in text
     rank = local = code = pid = None
     trace = host = ""
-    for row in [text, *following(9 if first else 4)]:
+    rows = [text, *following(60)]
+    for at, row in enumerate(rows[: 10 if first else 5], 1):
         found = _SUMMARY_HOST.search(row)
         if found and not host:
             host = found[1]
@@ -329,12 +332,19 @@ def _summary(text: str, following: Following, make: Fact) -> Iterator[Fact]:
             code, pid = int(found[1]), int(found[2])
         found = _SUMMARY_TRACE.search(row)
         if found and rank is not None:
-            trace = found[1][:300]
+            trace = (_last_of_traceback(rows[at:]) if "Traceback (most" in found[1] else found[1])[:300]
             break
     if rank is not None and code is not None:
         told = {"local_rank": local, "number": code, "pid": pid, "host": host, "detail": trace}
         name = "first" if first else "failure"
         yield make.clone(kind=Kind.LAUNCHER, rank=rank, rank_basis="text", name=name, **told)
+
+
+def _last_of_traceback(rows: Sequence[str]) -> str:
+    """Return the exception at the end of a traceback in torchelastic's table, an empty string where it has none."""
+    own = itertools.takewhile(lambda row: row.strip() and not _TABLE_ENDS.match(row), rows)
+    raised = [text for row in own if _EXCEPTION.match(text := message_of(split_prefix(row).text).strip())]
+    return raised[-1] if raised else ""
 
 
 def _desync(text: str, following: Following, make: Fact) -> Iterator[Fact]:
@@ -842,7 +852,10 @@ _STEP_NUMBER = re.compile(
     r"\b(?:(?:global_?)?step|iter(?:ation)?)\b\W{0,3}(\d{1,9})\b|\bepoch\b\W{0,3}(\d{1,9})\b", re.IGNORECASE
 )
 #: What a program prints that works through something: "consolidated 17/288 shards".
-_COUNT = re.compile(r"(?<![\d/.\-])(?P<at>\d{1,9}) ?(?:/|of) ?(?P<of>\d{1,9}) (?P<unit>[a-z]{3,})")
+#: Not whose place among others it is: "Worker 4/8 starts".
+_COUNT = re.compile(
+    r"(?<![\d/.\-])(?<!(?i:orker) )(?<!(?i:rocess) )(?<!(?i:eplica) )(?<!(?i:rank|node|host|proc) )(?P<at>\d{1,9}) ?(?:/|of) ?(?P<of>\d{1,9}) (?P<unit>[a-z]{3,})"
+)
 _NODES = re.compile(
     r"(?:PET_|(?<![A-Za-z_]))(?:--?nnodes|nnodes|num_nodes|num_machines|NNODES|SLURM_NNODES|SLURM_JOB_NUM_NODES|N_NODES)"
     r"['\"]?[\s=:]+['\"]?(\d{1,5})\b(?!:)",

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ncclguard_explain import quotations
 from ncclguard_explain.facts import Fact, Group, Kind, Work
 from ncclguard_explain.records import message_of
 
@@ -526,8 +527,10 @@ ROWS: tuple[Row, ...] = (
         (("what():  [enforce fail at pair.cc:416] op.preamble.length <= op.nbytes. 16 vs 8, Error", {}),), ("preamble",), fields={"detail": "a message of another size arrived"}),
     Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp and gloo, 1.8 to 2.15", r"[Gg]loo connectFull[mM]esh failed(?: with (?P<detail>.*))?", "onnectFull",
         (("RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error", {"name": "gloo_mesh"}),), fields={"name": "gloo_mesh"}),
-    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/TCPStore.cpp, 1.9 to 2.15", r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. (?P<detail>\d+/\d+ clients joined)", "waiting for clients",
-        (("torch.distributed.DistStoreError: Timed out after 301 seconds waiting for clients. 3/4 clients joined.", {"seconds": 301.0, "detail": "3/4 clients joined"}),), fields={"name": "clients"}),
+    # It prints the first whole second after the limit.
+    Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/TCPStore.cpp, 1.9 to 2.15", r"[Tt]imed out after (?P<seconds>\d+) ?s(?:ec(?:ond)?s?)? waiting for clients(?:\. (?P<detail>\d+/\d+ clients joined))?", "waiting for clients",
+        (("torch.distributed.DistStoreError: Timed out after 301 seconds waiting for clients. 3/4 clients joined.", {"seconds": 300.0, "detail": "3/4 clients joined"}), ("Timed out after 601s waiting for clients", {"seconds": 600.0})),
+        fields={"name": "clients"}, more=lambda found, text, fact: fact.clone(seconds=max((fact.seconds or 0.0) - 1, 1.0))),
     Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.9 to 2.15",
         r"timed out after (?:(?P<ms>\d+) ?ms|(?P<seconds>\d+) ?s(?:econds)?) while trying to connect(?: to)?(?: \(?(?P<detail>[^)\n]*)\)?)?", "trying to connect",
         (("DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500).", {"seconds": 60.0}),
@@ -536,8 +539,8 @@ ROWS: tuple[Row, ...] = (
         (("[W socket.cpp:601] [c10d] The IPv4 network addresses of (node0, 29500) cannot be retrieved (gai error: -2 - Name or service not known).", {"name": "no_address", "detail": "node0"}),), fields={"name": "no_address"}),
     Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.11 to 2.15", r"failed to connect to any network address(?: of)?(?: \(?(?P<detail>[^)\n]*)\)?)?", "network address",
         (("[W socket.cpp:601] [c10d] The client socket has failed to connect to any network address of (node0, 29500). Will retry.", {}),), fields={"name": "address"}),
-    Row(Kind.RENDEZVOUS, "torch/distributed/elastic/rendezvous, 1.9 to 2.15", r"^(?!.*failed to shutdown the rendezvous).*?(?:RendezvousConnectionError|RendezvousTimeoutError|RendezvousClosedError)", "Rendezvous",
-        (("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", {}),),
+    Row(Kind.RENDEZVOUS, "torch/distributed/elastic/rendezvous, 1.9 to 2.15", r"^(?!.*failed to shutdown the rendezvous).*?(?:RendezvousConnectionError|(?P<detail>RendezvousTimeoutError)(?:.{0,120}?\b(?:within|after|in) (?P<seconds>\d+(?:\.\d+)?) ?s)?|RendezvousClosedError)", "Rendezvous",
+        (("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", {}), ("RendezvousTimeoutError: rendezvous 'j' did not complete within 120 s", {"seconds": 120.0})),
         ("The node 'n02_21_0' has failed to shutdown the rendezvous 'none' due to an error of type RendezvousConnectionError.",), fields={"name": "connect"}),
     Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.9 to 2.15", r"(?:The server socket has failed to (?:listen|bind)|EADDRINUSE|Address already in use)(?P<detail>.*)", "",
         (("RuntimeError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).", {"name": "port"}),), fields={"name": "port"}, more=lambda found, text, fact: None if _RAS_PORT in text else fact),
@@ -637,7 +640,8 @@ ROWS: tuple[Row, ...] = (
         (("Engine core proc EngineCore_DP1 died unexpectedly, shutting down client.", {"detail": "EngineCore_DP1"}), ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore_DP3': -9}", {})),
         fields={"rank": None, "rank_basis": "", "name": "replica"}, more=lambda found, text, fact: fact.clone(host="", detail=fact.host or fact.detail or "a worker")),
     Row(Kind.ENVIRONMENT, "vLLM, 0.33: shared memory", r"Insufficient space in /dev/shm.*", "/dev/shm", (("RuntimeError: Insufficient space in /dev/shm for x: 64 MiB required, 12 MiB free. Increase /dev/shm", {"name": "shm"}),), fields={"name": "shm"}),
-    Row(Kind.ENVIRONMENT, "SGLang srt/model_executor/model_runner.py, 0.4 to 0.5", r"memory capacity is unbalanced", "is unbalanced", (("ValueError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes. pre_model_load_memory=7.1", {"name": "gpu_taken"}),), fields={"name": "gpu_taken"}),
+    Row(Kind.ENVIRONMENT, "SGLang srt/model_executor/model_runner.py, 0.4 to 0.5; vLLM vllm/v1/worker/gpu_worker.py, 0.8 to 0.33: what others hold as they start", r"memory capacity is unbalanced|Free memory on device \([\d.]+/[\d.]+ GiB\) on startup is less than", "is unbalanced|on startup is less",
+        (("ValueError: Free memory on device (5.21/79.15 GiB) on startup is less than desired GPU memory utilization (0.9, 71.2 GiB).", {"name": "gpu_taken"}), ("ValueError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes. pre_model_load_memory=7.1", {"name": "gpu_taken"}),), fields={"name": "gpu_taken"}),
     Row(Kind.ENVIRONMENT, "Ray, NeMo-RL, vLLM: placement groups", r"Timed out waiting for placement groups? to be ready|Cannot provide a placement group", "placement group", (("ValueError: Cannot provide a placement group of 8 GPUs within 1800 seconds.", {"name": "resources"}),), fields={"name": "resources"}),
     Row(Kind.ENVIRONMENT, "TRL trl/extras/vllm_client.py, 0.15 to 1.16", r"vLLM server can't be reached at (?P<host>\S+) after (?P<seconds>[\d.]+) seconds|Weight update group already initialized", "", (("ConnectionError: The vLLM server can't be reached at http://0.0.0.0:8000 after 240.0 seconds. Make sure", {"name": "server"}),), fields={"name": "server"},
         more=lambda found, text, fact: fact.clone(host="")),
@@ -982,6 +986,22 @@ ROWS: tuple[Row, ...] = (
          ("ts=07:08:20 rank=7 step=44122 stage=dp_allgather seq=881281", {"rank": 7, "enqueued": 881281})), fields={"name": "snapshot"}),
     Row(Kind.NOTE, "programs that say how many batches each of their ranks has", r"(?i:(?<!skipped\s)(?<!dropped\s)(?<!bad\s)\b(?:\w*batches|steps[ _]per[ _]epoch|len\(\w*(?:loader|sampler)\)))(?: per rank)?[\"']? ?[:=]+ ?(?P<number>\d+)\b", "atches|ATCHES|teps|TEPS|len(|LEN(",
         (("[rank3]: number of batches: 1249", {"rank": 3, "number": 1249, "name": "batches"}), ("[rank 6] Anzahl Trainingsbatches: 1250 (Sampler: eigener)", {"number": 1250}), ("[rank0]: len(train_loader) = 88", {"number": 88})), fields={"name": "batches"}),
+    Row(Kind.NOTE, "nvidia-smi, 390 to 580: a process and the memory of a GPU that it has", r"\| (?P<number>\d+)\s+(?:N/A N/A\s+)?(?P<pid>\d+)\s+[CGM+]+\s+\S.{0,120}?\s(?P<detail>\d+)MiB \|", "MiB |",
+        (("|    2   N/A  N/A          998877      C   /opt/other/bin/python                   70112MiB |", {"number": 2, "pid": 998877, "detail": "70112", "name": "holds"}), ("|    0      4188      C   python        8000MiB |", {"pid": 4188})),
+        ("| N/A   31C    P0    62W / 400W |  70112MiB / 81920MiB |      0%      Default |",), fields={"name": "holds", "rank": None, "rank_basis": ""}),
+    Row(Kind.NOTE, "programs and people who say that a process of others has a GPU",
+        r"(?=.*\b(?i:GPU|CUDA|device)\b)(?=.*\b(?i:(?:another|other|foreign|unrelated|stale|orphan(?:ed)?|zombie|left-?over|previous|different) (?:\w+ ){0,2}(?:user|job|process|run|tenant|container)|\b(?:not|no) (?:\w+ ){0,4}?(?:ours|this job|our job)\b))(?:.*\b(?:[Gg][Pp][Uu]|cuda|device)[ :#]*(?P<number>\d{1,2})\b)?.*?\b(?:pid|PID|[Pp]rocess)[ =:#]*(?P<pid>\d{2,9})\b(?=.*?(?P<detail>\d[\d.]* ?[GM]i?B))", "pid|PID|rocess",
+        (("GPU 3: pid 998877 of another user (bob) holds 70112 MiB", {"number": 3, "pid": 998877, "name": "held"}), ("preflight: stale process 998877 on cuda:2 uses 61.2 GiB", {"pid": 998877})),
+        ("GPU 3: pid 4188 of rank 3 holds 70112 MiB", "another process 4188 waits for a GPU"), fields={"name": "held", "rank": None, "rank_basis": ""}),
+    Row(Kind.NOTE, "tuners that end a trial early on purpose: Ray Tune, Optuna, W&B sweeps, Katib, Determined, NNI, and others",
+        r"^(?!.*(?i:rror|fail|crash|exception|memory|\boom\b|evict|preempt|timed out|time limit)).*?(?i:(?<![a-z])trials?(?![a-z]).{0,120}?\b(?:prun\w+|early[- _]?stop\w*|stopped|stopping|terminat(?:ed|ing)|halted|interrupted|cancell?ed|sigterm)\b|"
+        r"\b(?:prun|stopp|terminat|halt|kill|cancell?|clos|interrupt)(?:ed|ing)\b.{0,40}(?<![a-z])trials?(?![a-z])|"
+        r"\b(?:run|sweep|sweep agent|experiment|config(?:uration)?|candidate|arm)\b.{0,120}?\b(?:pruned|pruning|early[- _]?stop\w*|stop(?:ped|ping|s)? early)\b|"
+        r"\b(?:asha|hyper_?band|median[- _]?stop\w*|pruner)\w*\b.{0,80}?\b(?:stop\w*|prun\w+|terminat\w+|kill\w*)\b|\bwandb\b.{0,60}received command: (?:stop|exit))|^[│|] ?\S+\s+TERMINATED\b",
+        "trial|Trial|prun|early|ASHA|yperband|yperBand|received command|TERMINATED",
+        (("[I 2026-11-20 10:10:00,000] Trial 3 pruned. ", {"name": "pruned"}), ("2026-11-20 INFO tune.py:616 -- trial_0007 STOPPED by ASHAScheduler (rung 2)", {}), ("DEBUG async_hyperband.py:203 -- ASHA decision for a1: STOP", {}),
+         ("HyperBand: terminating trial t9", {}), ("wandb: Sweep Agent: run 7 stopped early by hyperband", {}), ("Trial bayes-7 is EarlyStopped", {}), ("[hpo] run 17: loss 3.1 > median 2.2 -> stopping early", {}), ("│ train_a1  TERMINATED │", {})),
+        ("Trial 3 stopped: worker crashed", "Trial train_1 errored after 3 iterations", "Trial 4 finished with value: 0.3", "a trial of patience", "a run that stops", "nearly done"), fields={"name": "pruned", "rank": None, "rank_basis": ""}),
     # Thrown by none: the interpreter ends threads that ask for its lock while it is gone, below C++ frames.
     Row(Kind.NOTE, "libstdc++, as a Python process ends beside torch's threads (seen with torch 2.13, gloo)", r"^(?:\[.{0,40}\]:?)?terminate called without an active exception", "terminate called",
         (("terminate called without an active exception", {"name": "ended"}),), ("terminate called after throwing an instance of 'c10::Error'",), fields={"name": "ended"}),
@@ -1038,6 +1058,15 @@ ROWS: tuple[Row, ...] = (
         (("Timeout (0:15:00)!", {"name": "dumped", "seconds": 900.0}),), fields={"name": "dumped"}),
     Row(Kind.NOTE, "CPython Lib/sys.unraisablehook and Lib/atexit.py, 3.8 to 3.14: nobody sees the exception that follows", r"^Exception ignored (?:in|on|while)\b|^Error in atexit\._run_exitfuncs:|^Error in sys\.excepthook:", "",
         (("Exception ignored in: <function Writer.__del__ at 0x7f11>", {"name": "ignored"}), ("Error in atexit._run_exitfuncs:", {"name": "ignored"})), fields={"name": "ignored"}),
+    Row(Kind.NOTE, "torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, 1.9 to 2.15: its limit, where it is set", r"\bjoin_timeout['\"]?[=: ]+(?P<seconds>\d+)\b", "join_timeout",
+        (("torchrun --rdzv_backend=c10d --rdzv_conf=join_timeout=300 t.py", {"seconds": 300.0, "name": "join_limit"}), ("  rdzv_configs     : {'join_timeout': 120}", {"seconds": 120.0})), fields={"name": "join_limit"}),
+    Row(Kind.ENGINE_WAIT, "coordination services and programs whose barrier ran out of time: JAX, Orbax, TensorFlow, etcd, and others",
+        r"(?!.*\b[Rr]etr[yi])(?i:(?<![a-z_])(?<!based\s)barrier\b[^|]{0,120}?\b(?:timed out|deadline_?\s?exceeded)\b|\b(?:timed out|deadline_?\s?exceeded)\b(?!.{0,40}store)[^|;]{0,80}?(?<![a-z_])barrier\b(?!-))"
+        r"(?:[^|]{0,60}?(?<![\d.:])(?:(?P<seconds>\d+(?:\.\d+)?) ?s(?:ec\w*)?\b|(?P<minutes>\d+) ?m(?:0s|in\w*)?(?!\w)))?", "arrier",
+        (("coordination_service.cc:1000] Barrier sync:ckpt_7 timed out after 10m0s, 7/8 tasks at the barrier", {"name": "barrier", "seconds": 600.0}),
+         ("RuntimeError: barrier timed out in save after 600 s", {"seconds": 600.0}), ("[process=0] barrier 'save.12' DEADLINE_EXCEEDED after 300 seconds", {"seconds": 300.0}),
+         ("Timed out waiting in barrier /sync", {}), ("Barrier 5 of 'train_sync' has timed out (600s)", {"seconds": 600.0})),
+        ("barrier timeout: 600 s", "barrier passed, no timeout", "store based barrier timed out"), fields={"name": "barrier"}),
     # --- exceptions of Python, of whatever kind; last, so that what is known of them stands above  ---
     Row(Kind.EXCEPTION, "CPython", r"(?<![\w./])(?!LustreError|LNetError|java\.(?:util\.concurrent|net)\.)(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|OutOfMemory)|SystemExit))(?:: (?P<detail>.+)|:?$)", "r",
         (("[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", {"rank": 2, "name": "OutOfMemoryError"}), ("ValueError: bad sample 17", {"name": "ValueError"})),
@@ -1047,17 +1076,12 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-_QUOTED = re.compile(
-    r"`[^`]{12,}`|(?i:\b(?:you|we|users?|they)\b (?:\w+ ){0,3}?(?:see|get|find|read)s? (?:\w+ ){0,4})[\"“][^\"”]{12,}[\"”]"
-)
-
-
 def parse_text(text: str, make: Fact) -> Iterator[Fact]:
     """Yield the facts of one record, in the order of the rows; `make` carries its place, rank and clock.
 
     What stands in backticks is quoted, and what somebody says that one will see: by documentation, by advice.
     """
-    quoted = [found.span() for found in _QUOTED.finditer(text)] if any(mark in text for mark in '`"“') else []
+    quoted = quotations.spans(text)
     group, inner = group_of(text)
     make = make.clone(group=group, group_rank=inner)
     taken: list[tuple[int, int]] = []

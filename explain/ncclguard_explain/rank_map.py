@@ -105,6 +105,7 @@ _HOST_OF_RANK = re.compile(
 _TASK_ON = re.compile(r"\b(?:task|rank|process) (\d{1,6}) on (?:node |host )?([A-Za-z][\w.\-]*\d(?:[\w.\-]*\w)?)")
 #: What a task of srun says of itself: "rank 12/16 on gpu-3", behind the number that srun gives it.
 _OF_TASK = re.compile(r"[Rr]ank +(\d{1,6})/\d{1,6} on (?:node |host )?([A-Za-z][\w.\-]*\d(?:[\w.\-]*\w)?)\b")
+_OF_NCCL = re.compile(r"([A-Za-z][\w.\-]*):(\d+):\d+ \[\d+\] (?:\S+ )?NCCL ")  # behind a task's number
 # SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
 _DUMPED = re.compile(r"(?:\[[^\]]*?((?: (?:DP|PP|TP|EP)\d+)+)\] )?[Pp]yspy dump for PID (\d+)")
 # The node's place in the job and the ranks on a node. torchrun takes --node_rank for its static rendezvous alone.
@@ -136,18 +137,27 @@ OF_A_HOST = frozenset(
 )
 
 
-def _blocks(facts: Sequence[Fact], told_world: int) -> dict[str, set[int]]:
+def blocks_of(told: Mapping[str, set[int]], size: int | None = None) -> tuple[int, dict[str, int]]:
+    """Return the length of the blocks in which hosts have their ranks, and each host's number; 0 where they do not.
+
+    The block of each lies between two multiples of that length, and is no other's. Where the `size` is not given, one
+    host at least has its block full.
+    """
+    size = size or max(map(len, told.values()), default=0)
+    blocks = {host: {rank // size for rank in ranks} for host, ranks in told.items()}
+    apart = all(len(block) == 1 for block in blocks.values()) and len({*map(min, blocks.values())}) == len(told)
+    return (size, {host: min(block) for host, block in blocks.items()}) if apart else (0, {})
+
+
+def _in_communicator(facts: Sequence[Fact], told_world: int) -> dict[str, set[int]]:
     """Return the ranks of each host of which NCCL's communicator of the whole job shows all: equal blocks, one each."""
     inits = [fact for fact in facts if fact.kind is Kind.JOINED and fact.name == "init" and fact.number is not None]
     seen: dict[str, set[int]] = {}
     for fact in inits:
         seen.setdefault(fact.host, set()).add(fact.number or 0)
-    size = max(map(len, seen.values()), default=0)
-    blocks = {host: {rank // size for rank in ranks} for host, ranks in seen.items()}
-    whole = {fact.completed for fact in inits} == {told_world} == {size * len(seen)}
-    apart = all(len(block) == 1 for block in blocks.values()) and len({*map(min, blocks.values())}) == len(seen)
-    requeued = any(fact.name == "JOB REQUEUE" for fact in facts)
-    if not whole or not apart or requeued or "" in seen:
+    size, blocks = blocks_of(seen)
+    whole = {fact.completed for fact in inits} == {told_world} == {size * len(blocks)}
+    if not whole or any(fact.name == "JOB REQUEUE" for fact in facts) or "" in seen:
         return {}
     return {host: ranks for host, ranks in seen.items() if len(ranks) == size}
 
@@ -204,6 +214,7 @@ class RankMap:
     _of_gloo: dict[tuple[str, int, int], int] = field(default_factory=dict)  # (host, pid, rank) -> the group's size
     _sizes: set[int] = field(default_factory=set)  # the numbers of processes that torchrun's nodes are told to start
     _per_node: set[int] = field(default_factory=set)  # the numbers of processes that DeepSpeed's launchers start
+    _tasks: dict[str, dict[int, set[int]]] = field(default_factory=dict)  # host -> task of srun -> its processes
     labelled: frozenset[int] = frozenset()  # inputs of which each line begins with its rank
     _census: Census = field(default_factory=Census)
 
@@ -280,6 +291,8 @@ class RankMap:
             self.hosts.setdefault(task[2], set()).add(rank)
         if prefix.basis == "task" and (task := _OF_TASK.match(text)) and int(task[1]) == prefix.node:
             self.hosts.setdefault(task[2], set()).add(int(task[1]))
+        if prefix.basis == "task" and "NCCL" in text and (task := _OF_NCCL.match(text)):
+            self._tasks.setdefault(task[1], {}).setdefault(prefix.node or 0, set()).add(int(task[2]))
         if rank is not None and "host" in text and (found := _ON_HOST.search(text)):
             self.hosts.setdefault(found[1], set()).add(rank)
             if (local := _LOCAL_RANK.search(text)) and not _TROUBLE.search(text):
@@ -410,7 +423,10 @@ class RankMap:
             if told:
                 if any(re.search(r"restart_count=[1-9]", row) for row in rows):
                     self.first.pop(scope, None)  # the nodes have come in another order
-                _prove(self.first, scope, int(re.split(r"\D+", told[1])[0]))
+                ranks = [int(number) for number in re.findall(r"\d+", told[1])]
+                _prove(self.first, scope, ranks[0])
+                if not scope.startswith("#") and ranks == [*range(ranks[0], ranks[0] + len(ranks))]:
+                    self._span(scope, range(ranks[0], ranks[0] + len(ranks)))
         elif "spawned with command" in text and (spawned := _SPAWNED.search(text)):
             _prove(self._local, (scope, int(spawned[1])), int(spawned[2]))
         elif mapping := _MAPPING.search(text):
@@ -547,8 +563,11 @@ class RankMap:
                 found.processes.setdefault(("", fact.pid), fact.rank)
             if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.host and fact.local_rank is not None:
                 _prove(found.first, fact.host, fact.rank - fact.local_rank)
-        for host, ranks in _blocks(facts, told_world).items():
+        for host, ranks in _in_communicator(facts, told_world).items():
             found.hosts.setdefault(host, set()).update(ranks)
+        requeued = any(fact.name == "JOB REQUEUE" for fact in facts)  # the hosts may be of another attempt
+        for host, there in self._of_tasks(local_size, stated_world).items() if not requeued else ():
+            found.hosts.setdefault(host, set()).update(there)
         for pod, rank in self._of_headed_pods(stated_world):
             found.hosts.setdefault(pod, set()).add(rank)
         for name, ranks in found.environments.items():
@@ -562,6 +581,20 @@ class RankMap:
             for name in [*([folder] if folder else []), *_ADDRESS.findall(file)]:
                 _prove(found.first, name, of_input)
         return found
+
+    def _of_tasks(self, local_size: int | None, stated_world: int | None) -> dict[str, range]:
+        """Return the ranks of the hosts that NCCL names behind the tasks of srun, each of one process, in blocks.
+
+        A task that starts several ranks is a node. Hosts of which not all tasks speak need the size that is told.
+        """
+        told = {host: set(tasks) for host, tasks in self._tasks.items()}
+        if any(len(processes) > 1 for tasks in self._tasks.values() for processes in tasks.values()):
+            return {}
+        spoken = sum(map(len, told.values()))
+        full = len({*map(len, told.values())}) == 1 and local_size is None and stated_world in (None, spoken)
+        size, blocks = blocks_of(told, None if full else local_size)
+        known = size > 1 and (full or local_size is not None) and len(told) > 1
+        return {host: range(size * block, size * (block + 1)) for host, block in blocks.items()} if known else {}
 
     def _of_headed_pods(self, stated_world: int | None) -> Iterator[tuple[str, int]]:
         """Yield the rank of each of several pods whose lines begin with one of their own, of one number of ranks."""

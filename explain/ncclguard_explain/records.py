@@ -18,7 +18,6 @@ import codecs
 import functools
 import importlib
 import io
-import itertools
 import json
 import os.path
 import re
@@ -29,10 +28,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from ncclguard_explain import quotations
 from ncclguard_explain.language import tr
-
-#: Returns so many raw lines behind a record, or fewer.
-Following = Callable[[int], Sequence[str]]
+from ncclguard_explain.quotations import Following
 
 BLOCK = 1 << 20
 _SNIFF = 1 << 16
@@ -403,32 +401,10 @@ _HEAD = re.compile(
 _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\d{4} \d\d:\d\d:\d\d")
 #: A line that begins like this goes on nothing.
 _STARTS = re.compile(
-    r"\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
+    r"[$+]+ [\w./]|\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
     r"Exception raised from|frame #\d|Root Cause|Thread 0x|(?:mpirun|prterun|mpiexec) |Subprocess \w+_\d+ \(pid|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |[\w.\-]+: rank \d+ died from |"
     r"\[?(?:INFO|WARNING|ERROR|DEBUG|WARN|CRITICAL)[: \]]|(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |\{\"|<<<<|={4}|-{4})"
 )
-#: A record of Python's logging below the level of a warning that holds a line of torch in quotation marks: a test, say.
-_QUOTED = re.compile(r"(?:INFO|DEBUG)\b[^'\"`]*['\"`](?:\[rank\d+\]:)?\s?\[[EWF]")
-#: A line within data that a program prints: in a block indented behind bars or >>>, or in a dictionary of Python.
-_DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$|\d{4}-\d\d-\d\d[T ])|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
-#: What a search prints of sources and documents, and the command: a formatter of logs may begin its lines alike.
-_FOUND = re.compile(r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|tex|ipynb)[:\-]\d+[:\-]")
-_COMMAND = re.compile(r"[^\n]{0,80}?[$#%>] (\S[^\n]*)")
-_SEARCHES = re.compile(r"(?:cd \S+ && )?(?:git (?:-C \S+ )?)?(?:[ef]?grep|rg|ag|ack)\b")
-#: A check of a health test that has passed, by the name of what it looks for.
-_PASSES = re.compile(
-    r"(?!.*(?:\[rank\d|\[[EWF]\d{3,4} ))[^\n]*(?:['\"].*\b(?:hits|matches)=0\b|\sPASS(?:ED)?(?: \([^)\n]*\))?\s*$)"
-)
-#: What a model was given or has written, as trainers, evaluations and servers print it.
-_OF_A_MODEL = re.compile(
-    r"(?:\{?['\"]|\[\w+\] )?(?:(?:step|sample|example|case|item|row|request) ?#?\d* )?"
-    r"(?i:prompt|completion|question|answer|instruction|generated[ _]text)(?: ?#?\d+)?['\"]? ?[:=](?![^\n]*\"error\"| ?(?:\w+ )?(?:failed|raised|died)\b)"
-)
-#: A row of a table of Markdown, and the line below its head: what stands in one is quoted.
-_CELLS = re.compile(r"\s*\|.*\|\s*$")
-_RULE = re.compile(r"(?m)^\s*\|(?:\s*:?-{3,}:?\s*\|)+\s*$")
-#: Python 3.11 and newer indent the exceptions of a group the same way.
-_GROUP = b"Exception Group Traceback"
 _DIGITS = re.compile(r"\d+")
 _BAR = re.compile(r"\d{1,3}%\|[^|]*\|")
 
@@ -676,7 +652,7 @@ def breaks_off(line: str) -> str:
         ('[rank3]:[E801 14:37:42.731 ProcessGroupN', '')
     """
     text = split_prefix(line).text.rstrip()
-    if re.search(r"(?:(?:^| )[\w'\"()]*[a-z]\.|[)}!])$", text) and not unfinished(text):
+    if re.search(r"(?:(?:^| )[\w'\"()]*[a-z]\.|[)}!])['\"]*$", text) and not unfinished(text):
         return ""  # a sentence that has an end
     known = [needle.decode() for needle in NEEDLES if len(needle) >= 10]  # shorter ones stand in ordinary lines too
     words = (*_WORDS, *known)
@@ -789,6 +765,8 @@ def pieces(text: str) -> list[str]:
 FOLLOW_BYTES = 1 << 16
 #: Bytes before a hit that are kept: a wrapped line may have begun there; and what stands around an incident.
 CONTEXT_BYTES = 8192
+#: Bytes before a hit that are kept besides: what has printed it may stand there.
+QUOTED_BYTES = 1 << 15
 #: Hits of a general needle in one source, and lines that differ in their numbers only: more of them say nothing new,
 #: unless another rank says them.
 HITS_PER_NEEDLE = 10_000
@@ -819,7 +797,7 @@ NEEDLES: tuple[bytes, ...] = (
     # engines, Ray, JAX, Ascend, Horovod, watchers; most of theirs are found by the words above
     b"roadcast block", b"ang detected", b"died unexpectedly", b"DeepEP ", b"mesh comm", b"RolloutStall", b"RDT stall",
     b"EngineCore encountered", b"text_generation_launcher: Shard", b"being preempted", b"Process index: ", b"killed by the OOM killer", b"synStatus=8", b"The system will ", b"The system is going ", b"Shutting down", b"(engine dead)", b"SIGQUIT received", b"received sigquit", b"eceived sigquit", b"scheduler is dead", b"scheduler died", b"crashed with exit", b"MPI_ABORT", b"Assertion failed: ", b"cannot be retrieved",
-    b"propagating hard-kill", b"is unbalanced", b"placement group", b"Insufficient space", b"Weight update group", b"Unable to create ah",
+    b"propagating hard-kill", b"is unbalanced", b"on startup is less", b"placement group", b"Insufficient space", b"Weight update group", b"Unable to create ah",
     b"setup connections", b"transport: IBGDA", b"CCL_ERROR", b"An error CQE", b"EI0011:", b"EI0013:", b"EI0019:", b"become healthy", b"is not ready after",
     b"rollout replicas", b"tried to connect", b"coordination service", b"stopped sending", b"may be stuck",
     b"is unstuck", b"Megascale", b"culprit workers", b"HW Exception", b"code is 507", b"aicore execution", b"query event recorded", b"Cluster Exception",
@@ -827,7 +805,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"found NaN in", b"Unexpected result", b"DeadLock detected", b"health check", b"Health check", b"TIMED OUT", b"aborted (timeout)",
     b"[ready ranks", b"Process name: ", b"died from signal", b"exited with", b"died with", b"ranks arrived", b"Missing ranks", b"missing ranks", b"Stalled ranks", b"submitted to be", b"Executor failed", b"core initialization", b"core proc", b"Waiting for path", b"] failed.", b"workers failed", b"WorkerProc", b"actor died", b"actor is dead",
     b"lost communication", b"aicore", b"aivector", b"exit=0", b"Command execution", b"Container rank", b"exit_code=0", b"blocked for more than", b"TERM_", b"no response from peer", b"torchft", b"for process ", b"localUserrank", b"nfs: server", b"Lustre: ", b"ossible transient", b"ossible persistent", b"hardware fault", b"MainThread stack", b"succeeded", b"terminate called", b"first noticed rank", b"doom: ", b"STRAGGLER DETECT", b"etected stragglers", b"to store for rank", b"stalled for longer", b"/health", b"esum", b"heck sum", b"crc", b"CRC", b"hash", b"digest", b"ingerprint", b"sha256", b"md5", b"ismatch", b"nconsisten", b"oaded checkpoint", b"estored all", b"Worker exit type", b"pressure (OOM)", b"marked dead", b"parallel_size=", b"couldn't get a response",
-    b"] Shutdown ", b"-IF_UP: ", b"-UPDOWN: ", b"% /dev/shm", b"preemption notice", b"pot interruption",
+    b"MiB |", b"DEADLINE_EXCEEDED", b"Deadline Exceeded", b"join_timeout", b"nother user", b"nother job", b"nother process", b"foreign process", b"tale process", b"ombie", b"rphan", b"eftover", b"of this job", b"trial", b"Trial", b"pruned", b"pruning", b"stopping early", b"stopped early", b"early stop", b"early_stop", b"ASHA", b"yperband", b"yperBand", b"received command", b"  TERMINATED", b"] Shutdown ", b"-IF_UP: ", b"-UPDOWN: ", b"% /dev/shm", b"preemption notice", b"pot interruption",
     # kernel, driver, cluster
     b"ut of memory", b"OOMKill", b"oom-kill", b"NVRM: Xid", b"instance-action", b"NRT_EXEC_HW_ERR", b"Uncorrectable HBM", b"uncorrectable HBM", b"atastrophic event", b"MULTI BIT ECC", b"Sending SIGBUS", b"encountered timeout", b"no progress on stream", b"Error Snippet", b"fallen off", b"IO_PAGE_FAULT", b"mlx5_core", b"ink is Up", b"[<0>] ", b"FailedScheduling", b"state=s", b"hard-reset", b"critical device", b"H/W error", b"reset device", b"hardware error", b"wedged", b"Reason: ", b"(Pdb)", b"Killed", b"core dumped", b'seq": ', b" seq=", b"egmentation fault", b"ipdb>", b"maintenance-event", b"PREEMPTED",
     b"Losing connection", b"ircuit breaker", b"node-failure", b"lost contact", b"segfault at", b"SIGINT", b"^C",
@@ -836,7 +814,7 @@ NEEDLES: tuple[bytes, ...] = (
 # What a job prints while it starts; looked for in the first blocks only.
 STARTING: tuple[bytes, ...] = (
     b"orld_size", b"orld size", b"ORLD_SIZE", b"um_processes", b"nodes", b"NODES", b"num_machines", b"proc_per_node",
-    b"proc-per-node", b"torchrun", b"distributed.run", b"distributed.launch", b"accelerate launch", b"ft_launcher", b"elastic/", b"Pods", b" pods", b"osts", b"achines", b"Knoten", b"Rechner", "台".encode(), "节点".encode(), "ノード".encode(), "机".encode(), "узл".encode(), "машин".encode(), b"group_world_size", b"rdzv", b"ode-rank", b"ode_rank", b"rank_mapping", b"ODE_RANK", b"SLURM_PROCID", b"LOCALID", b"/gpu: ", b" on nid", b" on gpu", b" on node", b" on host", b" on ip-", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"process_id=", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b".md", b".rst", b" git ", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link", b":00.0",
+    b"proc-per-node", b"torchrun", b"distributed.run", b"distributed.launch", b"accelerate launch", b"ft_launcher", b"elastic/", b"Pods", b" pods", b"osts", b"achines", b"Knoten", b"Rechner", "台".encode(), "节点".encode(), "ノード".encode(), "机".encode(), "узл".encode(), "машин".encode(), b"group_world_size", b"rdzv", b"ode-rank", b"ode_rank", b"rank_mapping", b"ODE_RANK", b"SLURM_PROCID", b"LOCALID", b"/gpu: ", b" on nid", b" on gpu", b" on node", b" on host", b" on ip-", b"rank=", b"RANK=", b"RANK: ", b"(pid ", b"machine_rank", b"spawned with command", b"JAX process: ", b"process_id=", b"Name: ", b"py-spy dump", b"Bootstrap", b"kubectl ", b" host=", b"NTasks", b"ocal_rank", b"[rank ", b"atches", b"per epoch", b"per_epoch", b"loader) ", b"dmesg", b"journalctl", b" GPUs", b"-rank ", b"lobal rank", b"NODE_RANK:", b"PER_NODE:", b"world_rank=", b"hostname", b" pod=", b"ranks ", b"Ranks ", b"sing interface", b"Asymmetric link", b":00.0",
 )  # fmt: skip
 STARTING_BYTES = 16 << 20
 
@@ -974,7 +952,7 @@ def _places_by_shape(data: bytes, needles: tuple[bytes, ...], begin: int, end: i
 
 @dataclass(frozen=True)
 class Record:
-    """One record worth reading: its place, its prefixes, its message, and a way to the raw lines after it.
+    """One record worth reading: its place, its prefixes, its message, and a way to the raw lines after and up to it.
 
     `context`: it is read only for what the rank was doing; `last`: it stands at the end of its source.
     """
@@ -985,6 +963,7 @@ class Record:
     following: Following
     context: bool = False
     last: bool = False
+    preceding: Callable[[], Sequence[str]] = tuple
 
     @property
     def text(self) -> str:
@@ -993,15 +972,6 @@ class Record:
 
 def _lines(data: bytes) -> list[str]:
     return _BREAKS.split(data.decode("utf-8", "replace").replace("\x00", ""))
-
-
-def _is_found(data: bytes) -> bool:
-    """Return whether the last lines are what a search has found: nothing else stands between them and its command."""
-    for row in reversed(_lines(data)):
-        if row and row != "--" and _FOUND.match(row) is None:
-            command = _COMMAND.match(row)
-            return command is not None and _SEARCHES.match(command[1]) is not None
-    return False
 
 
 class Scanner:
@@ -1030,8 +1000,8 @@ class Scanner:
         """Yield the records that the bytes complete; `final`: nothing follows; `settle`: nothing follows for now."""
         first = self.size == 0
         self.size += len(data)
-        self._buffer = self._buffer[max(0, self._done - CONTEXT_BYTES) :] + data
-        self._done = min(self._done, CONTEXT_BYTES)
+        self._buffer = self._buffer[max(0, self._done - QUOTED_BYTES) :] + data
+        self._done = min(self._done, QUOTED_BYTES)
         if first or final:
             self._speakers(self._buffer[-(1 << 20) :])
         if final:
@@ -1146,23 +1116,24 @@ class Scanner:
         def following(count: int) -> Sequence[str]:
             return _lines(buffer[end : end + FOLLOW_BYTES])[1 : count + 1]
 
-        line = split_prefix(text)
-        if _CELLS.match(lines[at]) and any(
-            _RULE.match(row) for row in itertools.takewhile(_CELLS.match, lines[:at][::-1])
+        def preceding() -> Sequence[str]:
+            return _lines(buffer[max(0, start - QUOTED_BYTES) : stop])
+
+        line = split_prefix(quotations.without_talk(text))
+        if quotations.is_in_table(lines[at], lines[:at]) or quotations.passes(lines[at]):
+            return end, []
+        if quotations.is_data(line.text, buffer) or quotations.is_of_rules(line.text):
+            return end, []
+        if quotations.may_be_found(lines[first : last + 1]) and quotations.are_found(
+            _lines(buffer[max(0, start - 8192) : end])
         ):
-            return end, []
-        if _QUOTED.match(line.text) or (_DATA.match(line.text) and _GROUP not in buffer):
-            return end, []
-        if any(map(_FOUND.match, lines[first : last + 1])) and _is_found(buffer[max(0, start - 8192) : end]):
-            return end, []
-        if ("=0" in lines[at] or "PASS" in lines[at]) and len(lines[at]) < 1000 and _PASSES.match(lines[at]):
             return end, []
         records = []
         parts = pieces(line.text)
-        of_a_model = _OF_A_MODEL.match(message_of(parts[0]))
+        of_a_model = quotations.is_of_a_model(message_of(parts[0]))
         if of_a_model and (parts[0].count('"') % 2 or parts[0].rstrip().endswith((":", "=", "\\n"))):
             return end, []  # the text goes on in what looks like a record
-        for index, piece in enumerate(parts[bool(of_a_model) :], bool(of_a_model)):
+        for index, piece in enumerate(parts[of_a_model:], int(of_a_model)):
             own = split_prefix(piece) if index or piece is not line.text else line
             if own is not line:  # a record behind another one on a line has its prefixes, where it has none of its own
                 untold = own.rank is None and (index == 0 or not piece.startswith("["))
@@ -1180,7 +1151,7 @@ class Scanner:
                     place=own.place or line.place,
                     container=own.container or line.container,
                 )
-            records.append(Record(self.source, number, own, following))
+            records.append(Record(self.source, number, own, following, preceding=preceding))
         return end, records
 
     def _context(self, data: bytes, number: int, last: bool) -> Iterator[Record]:

@@ -192,7 +192,8 @@ _TIMED = frozenset(
      Kind.TIMEOUT, Kind.GUARD}
 )  # fmt: skip
 #: Waits of engines that print the limit that ran out; others print how long they have waited so far.
-_LIMITED = frozenset(["scheduler", "hang", "start", "graph", "monitor", "queue", "horovod", "xla_limit"])
+_LIMITED = frozenset(["scheduler", "hang", "start", "graph", "monitor", "queue", "horovod", "xla_limit", "barrier"])
+_RENDEZVOUS = ("RendezvousTimeoutError",)
 _HCCL = re.compile(r"function error: Hccl([A-Z][A-Za-z]+)")  # torch_npu
 _HOROVOD = re.compile(r"(?i:allreduce|allgather|broadcast|alltoall|reducescatter)")  # in a tensor's name
 # What stands in the logs of healthy jobs too.
@@ -408,7 +409,16 @@ def _collective(evidence: Evidence, verdict: Verdict) -> tuple[Work | None, Grou
         for fact in evidence.of(Kind.ACCUSED)
         if fact.name.startswith("horovod") and (hit := _HOROVOD.search(fact.detail))
     ]
-    return Work(tags[0].partition("_")[0]) if tags else _called(evidence, culprits), None
+    work = Work(tags[0].partition("_")[0]) if tags else _called(evidence, culprits)
+    return work or _met(evidence), None
+
+
+def _met(evidence: Evidence) -> Work | None:
+    """Return where processes waited for each other outside of any collective: a service's barrier, the rendezvous."""
+    if evidence.of(Kind.ENGINE_WAIT, name="barrier") + evidence.of(Kind.ACCUSED, name="barrier"):
+        return Work("barrier")
+    met = [fact for fact in evidence.of(Kind.RENDEZVOUS) if fact.name == "clients" or fact.detail in _RENDEZVOUS]
+    return Work("rendezvous") if met else None
 
 
 def _fits(key: tuple[object, ...], row: Row) -> bool:
@@ -440,6 +450,8 @@ def _timeout(evidence: Evidence, work: Work | None, own: Fact | None) -> int | N
     printed = [fact for fact in evidence.facts if fact.kind in _TIMED and fact.seconds is not None]
     printed += [f for f in evidence.of(Kind.LAUNCHER, Kind.ACCUSED) if f.seconds is not None]
     printed += [f for f in evidence.of(Kind.NOTE) if f.name in ("dumped", "limit") and f.seconds is not None]
+    if any(fact.detail in _RENDEZVOUS for fact in evidence.of(Kind.RENDEZVOUS)):
+        printed += evidence.of(Kind.NOTE, name="join_limit")
     printed += [f for f in evidence.of(Kind.ENGINE_WAIT) if f.name in _LIMITED and f.seconds is not None]
     # The second NCCL backend prints how long it waited, some milliseconds beside the limit.
     values = (round(f.seconds or 0) or f.seconds or 0 if f.name == "nccl2" else f.seconds or 0 for f in printed)

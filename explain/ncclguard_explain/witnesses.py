@@ -13,6 +13,7 @@ from ncclguard_explain.evidence import Evidence, World
 from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict
 from ncclguard_explain.failures import BARRIER_KEY, IN_COLLECTIVE, WAITS_FOR_DEVICE, by_failure, own_exceptions
 from ncclguard_explain.language import joined, received, tr
+from ncclguard_explain.rank_map import blocks_of
 from ncclguard_explain.ranks import ranks_text
 from ncclguard_explain.recorder import name_culprits
 
@@ -331,13 +332,11 @@ def _gap(ended: Sequence[Fact]) -> set[int]:
     for fact in ended:
         if fact.rank is not None and fact.rank_basis == "launcher":
             told.setdefault(fact.host, set()).add(fact.rank)
-    sizes = {len(tasks) for tasks in told.values()}
-    size = sizes.pop() if len(sizes) == 1 and len(told) > 1 else 0
-    if not size or any(min(tasks) % size or max(tasks) - min(tasks) != size - 1 for tasks in told.values()):
+    size, blocks = blocks_of(told)
+    if len(told) < 2 or any(len(tasks) != size for tasks in told.values()):
         return set()
-    known = {task for tasks in told.values() for task in tasks}
-    gap = set(range(max(known))) - known
-    return gap if len(gap) == size and max(gap) - min(gap) == size - 1 else set()
+    gap = set(range(max(blocks.values(), default=0))) - set(blocks.values())
+    return {block * size + at for block in gap for at in range(size)} if len(gap) == 1 else set()
 
 
 def by_stacks(evidence: Evidence, world: World) -> Verdict | None:

@@ -386,3 +386,61 @@ def test_the_rank_in_the_name_of_a_worker_of_nemo_rl(explain_lines: Explain) -> 
 def test_the_name_of_a_remote_call_is_no_exception(explain_lines: Explain) -> None:
     line = "{}: Additional GRPC error information while calling /tensorflow.CoordinationService/PollForError: :UNKNOWN:Error received from peer"
     assert explain_lines([line.format(rank) for rank in (1, 2, 3)], world_size=4).culprits == ()
+
+
+@pytest.mark.parametrize(
+    "line, limit",
+    [
+        ("coordination_service.cc:1000] Barrier sync:ckpt_7 timed out after 10m0s, 7/8 tasks at the barrier", 600_000),
+        ("[process=0] barrier 'save.12' DEADLINE_EXCEEDED after 300 seconds", 300_000),
+        ("W tensorflow coordination_service.cc:712] Barrier 5 of 'train_sync' has timed out (90s)", 90_000),
+        ("RuntimeError: timed out waiting in barrier /sync", None),
+        ("XlaRuntimeError: DEADLINE_EXCEEDED: Barrier timed out. Id: x::0. A task failed to reach the barrier.", None),
+    ],
+)
+def test_a_barrier_that_only_a_service_names(explain_lines: Explain, line: str, limit: int | None) -> None:
+    report = explain_lines(["[rank0]: step 3", f"[rank0]: {line}"])
+    assert report.collective is not None and (report.collective.op, report.effective_timeout_ms) == ("barrier", limit)
+    assert report.culprits == (), "who waits in it"
+    beside = explain_lines([f"[rank0]: {line}", *timeout(1)])
+    assert beside.collective is not None and beside.collective.op == "ALLREDUCE"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["barrier timeout: 600 s", "barrier timed out, retrying", "barrier passed in time, no timeout", "barriers: 7 in 3 s", "DEADLINE_EXCEEDED of one request; barrier-free"],
+)  # fmt: skip
+def test_a_barrier_that_did_not_run_out_of_time(explain_lines: Explain, line: str) -> None:
+    assert explain_lines(["[rank0]: step 3", line, "[rank0]: step 4"]).collective is None
+
+
+@pytest.mark.parametrize(
+    "lines, limit",
+    [
+        (["torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 clients joined."], 600_000),
+        (["DistStoreError: Timed out after 1801s waiting for clients."], 1_800_000),
+        (["  rdzv_configs     : {'join_timeout': 120}", "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError"], 120_000),
+        (["torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError: not complete within 45.5 s"], 45_500),
+        (["torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError"], None),
+    ],
+)  # fmt: skip
+def test_the_limit_of_a_rendezvous(explain_lines: Explain, lines: list[str], limit: int | None) -> None:
+    report = explain_lines(lines)
+    assert report.collective is not None and (report.collective.op, report.effective_timeout_ms) == (
+        "rendezvous",
+        limit,
+    )
+
+
+def test_the_limit_of_a_rendezvous_that_came_about_is_none_of_a_collective(explain_lines: Explain) -> None:
+    report = explain_lines(["torchrun --rdzv_conf=join_timeout=120 t.py", *timeout(1)])
+    assert report.collective is not None and report.collective.op == "ALLREDUCE"
+    assert report.effective_timeout_ms == 600_000
+    assert explain_lines(["RendezvousClosedError: x", "torchrun --rdzv_conf=join_timeout=120 t.py"]).collective is None
+
+
+def test_a_job_that_goes_on_behind_a_barrier_is_none(explain_lines: Explain) -> None:
+    steps = [f"2026-11-20 10:00:0{n} [rank0]: step {n} loss 1.{n}" for n in range(6)]
+    late = "2026-11-20 10:00:03 [rank0]: barrier 'log' timed out after 30 s"
+    assert not explain_lines([*steps[:3], late, *steps[3:]]).incident
+    assert explain_lines([*steps, late]).incident

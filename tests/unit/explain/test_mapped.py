@@ -159,3 +159,93 @@ def test_a_nan_that_a_second_run_did_not_reproduce(explain_lines: Explain) -> No
 )  # fmt: skip
 def test_decisions(explain_lines: Explain, lines: list[str], decision: str) -> None:
     assert explain_lines(lines, world_size=8).decision == decision
+
+
+def nccl(task: int, host: str, pid: int | None = None) -> str:
+    """Return a line of NCCL behind a task's number of `srun --label`."""
+    return f"{task}: {host}:{pid or 1000 + task}:{1000 + task} [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>"
+
+
+DOWN = "slurmctld: node gpu2 state set to DOWN"
+BY_TASKS = {
+    "all tasks of each host": ([nccl(n, f"gpu{n // 4}") for n in range(16)], range(8, 12)),
+    "the first of each host, and how many": (["GPUS_PER_NODE=4", *(nccl(n, f"gpu{n // 4}") for n in range(0, 16, 4))], range(8, 12)),
+    "some of each host, and how many": (["LOCAL_WORLD_SIZE=4", *(nccl(n, f"gpu{n // 4}") for n in (0, 1, 5, 8, 9, 10, 15))], range(8, 12)),
+    "the first of each host alone": ([nccl(n, f"gpu{n // 4}") for n in range(0, 16, 4)], ()),
+    "one task of a launcher on each host": ([nccl(n, f"gpu{n}", 10 * n + k) for n in range(4) for k in range(1, 9)], ()),
+    "one line of each launcher": (["GPUS_PER_NODE=4", *(nccl(n, f"gpu{n}") for n in range(4))], ()),
+    "tasks in turn": ([nccl(n, f"gpu{n % 4}") for n in range(16)], ()),
+    "unlike numbers": ([nccl(n, f"gpu{n // 4}") for n in range(15)], ()),
+    "another size than is told": (["GPUS_PER_NODE=8", *(nccl(n, f"gpu{n // 4}") for n in range(16))], ()),
+    "another host": ([nccl(n, f"node{n // 4}") for n in range(16)], ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_TASKS)
+def test_the_tasks_of_srun_on_a_host_that_nccl_names(explain_lines: Explain, case: str) -> None:
+    lines, named = BY_TASKS[case]
+    assert explain_lines([*lines, DOWN]).culprits == tuple(named)
+
+
+def rendezvous(pod: int, place: int, size: int = 4, first: int | None = None) -> list[str]:
+    first = size * place if first is None else first
+    rows = [
+        "I1120 10:00:00.000000 1 torch/distributed/elastic/agent/server/api.py:525] [default] Rendezvous complete for workers. Result:",
+        "  restart_count=0", f"  group_rank={place}", f"  local_ranks={[*range(size)]}",
+        f"  global_ranks={[*range(first, first + size)]}", f"  global_world_sizes={[8] * size}",
+    ]  # fmt: skip
+    return [f"[pod/job-worker-{pod}/pytorch] {row}" for row in rows]
+
+
+def test_the_global_ranks_that_torchelastic_tells_of_a_pod(explain_lines: Explain) -> None:
+    lines = [*rendezvous(0, 1), *rendezvous(1, 0)]  # the pods came in another order
+    lost = "12m   Warning   Evicted   pod/job-worker-{}   The node was low on resource: memory."
+    assert explain_lines([*lines, lost.format(1)]).culprits == (0, 1, 2, 3)
+    assert explain_lines([*lines, lost.format(0)]).culprits == (4, 5, 6, 7)
+    assert explain_lines([*lines, lost.format(7)]).culprits == ()
+    again = [row.replace("restart_count=0", "restart_count=1") for row in (*rendezvous(0, 0), *rendezvous(1, 1))]
+    assert explain_lines([*lines, *again, lost.format(1)]).culprits == (4, 5, 6, 7), "the last try"
+
+
+def table(*entries: tuple[int, str, int]) -> list[str]:
+    """Return torchelastic's table: (rank, what it raised, exit code), the first one that was seen at its end."""
+    rows = [
+        [
+            f"[{at}]:", "  time      : 2025-08-13_06:20:19", "  host      : gpu1", f"  rank      : {rank} (local_rank: {rank})",
+            f"  exitcode  : {code} (pid: {7000 + rank})", "  error_file: /tmp/x",
+            *(["  traceback : Traceback (most recent call last):", '    File "t.py", line 3, in main', "      load()", f"  {text}"]
+              if text else [f"  traceback : Signal {-code} received by PID {7000 + rank}"]), "",
+        ]
+        for at, (rank, text, code) in enumerate(entries)
+    ]  # fmt: skip
+    head = ["train.py FAILED", "-" * 60, "Failures:", *(row for entry in rows[1:] for row in entry)]
+    return [*head, "-" * 60, "Root Cause (first observed failure):", *rows[0]]
+
+
+BAD = "FileNotFoundError: [Errno 2] No such file or directory: '/data/x'"
+GONE = "torch.distributed.DistBackendError: NCCL error: remote process exited"
+
+
+@pytest.mark.parametrize(
+    "entries, named",
+    [
+        ([(0, BAD, 1), (1, BAD, 1), (3, BAD, 1)], (0, 1, 3)),
+        ([(2, BAD, 1), (0, BAD, 1), (1, BAD, 1), (3, BAD, 1)], (0, 1, 2, 3)),
+        ([(0, BAD, 1), (1, BAD, 1), (3, "", -15)], (0, 1)),
+        ([(0, BAD, 1), (1, "KeyError: 'x'", 1), (3, "KeyError: 'x'", 1)], (0,)),
+        ([(0, BAD, 1), (1, GONE, 1), (3, GONE, 1)], (0,)),
+        ([(0, GONE, 1), (1, GONE, 1)], ()),
+    ],
+)
+def test_ranks_of_a_table_that_all_raised_the_same(
+    explain_lines: Explain, entries: list[tuple[int, str, int]], named: tuple[int, ...]
+) -> None:
+    assert explain_lines(["torchrun --nproc_per_node=4 t.py", *table(*entries)]).culprits == named
+
+
+def test_the_place_of_a_pod_is_no_rank_of_its_processes(explain_lines: Explain) -> None:
+    raised = ["Traceback (most recent call last):", '  File "t.py", line 3, in main', BAD]
+    lines = [f"[pod/job-worker-{pod}/pytorch] RANK={pod} WORLD_SIZE=2" for pod in (0, 1)]
+    lines += [f"[pod/job-worker-1/pytorch] {row}" for row in raised]
+    assert explain_lines(["torchrun --nproc_per_node=8 t.py", *lines]).culprits == ()
+    assert explain_lines(lines).culprits == (1,), "each pod is one rank: RANK of all of them, and no more"

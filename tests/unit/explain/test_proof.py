@@ -1009,7 +1009,9 @@ def test_the_ranks_that_nccl_placed_on_a_node_that_failed(explain_lines: Explain
     lines = [joined.format(rank // 2, rank % 2, rank) for rank in range(4)]
     failure = "srun: error: Node failure on n1"
     assert explain_lines(["WORLD_SIZE=4", *lines, failure]).culprits == (2, 3)
-    assert explain_lines([*lines, failure]).culprits == (), "a communicator of some ranks, perhaps"
+    assert explain_lines([*lines, failure]).culprits == (2, 3), "srun's own numbers of its tasks"
+    bare = [line.partition(": ")[2] for line in lines]
+    assert explain_lines([*bare, failure]).culprits == (), "a communicator of some ranks, perhaps"
     assert explain_lines(["WORLD_SIZE=8", *lines, failure]).culprits == (), "a communicator of some ranks"
     assert explain_lines(["WORLD_SIZE=4", *lines[::2], failure]).culprits == (), "some of its ranks"
     requeue = "slurmstepd: error: *** JOB 12 ON n0 CANCELLED AT 2025-02-04T03:50:54 DUE TO JOB REQUEUE ***"

@@ -103,9 +103,21 @@ def test_an_error_beside_a_models_text_stays_one(explain_lines: Explain, line: s
 TEST = "test_timeout (__main__.Errors) ... "
 
 
-def test_a_catalogue_of_messages_is_no_log(explain_lines: Explain) -> None:
-    assert not explain_lines({"de.po": ["#: a.ts:4", f'msgid "{LATE}"', 'msgstr ""']}).incident
+@pytest.mark.parametrize(
+    "name, lines, what",
+    [
+        ("de.po", ["#: a.ts:4", f'msgid "{LATE}"', 'msgstr ""'], "a catalogue of translations"),
+        ("plan.md", ["# Week 12", f"- look at {LATE}", "- ask for a node"], "a document"),
+        ("nccl.md", ["# Known issues", LATE, "", "# Others", XID], "a page about errors"),
+    ],
+)
+def test_an_input_that_is_no_log_is_told_for_what_it_is(
+    explain_lines: Explain, name: str, lines: list[str], what: str
+) -> None:
+    report = explain_lines({name: lines})
+    assert not report.incident and report.notes[0].endswith(f"{name}: {what}, and no log")
     assert explain_lines({"de.log": [LATE]}).incident
+    assert explain_lines({"issue.md": ["# Run 7", "", LATE]}).incident
 
 
 @pytest.mark.parametrize("end, calm", [("[  PASSED  ] 9 tests.", True), ("[  FAILED  ] 1 test, listed below:", False)])

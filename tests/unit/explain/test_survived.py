@@ -669,3 +669,52 @@ def test_a_microbatch_that_composer_finds_by_trying(explain_lines: Explain) -> N
 
 def test_exceptions_of_a_service_in_java(explain_lines: Explain) -> None:
     assert not explain_lines(["rank 3 of 4 candidates scored", "java.util.concurrent.TimeoutException: null"]).incident
+
+
+ENDED = [
+    "W1120 10:00:00.000000 100 torch/distributed/elastic/multiprocessing/api.py:897] Sending process 101 closing signal SIGTERM",
+    "Traceback (most recent call last):", '  File "/x/api.py", line 3, in run',
+    "torch.distributed.elastic.multiprocessing.api.SignalException: Process 100 got signal: 15",
+]  # fmt: skip
+PRUNED = "[rank{0}]: Traceback (most recent call last):|[rank{0}]:   File 't.py', line 3, in fit|[rank{0}]: optuna.exceptions.TrialPruned"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["2026-11-20 INFO -- Trial train_1 terminated after iteration 3 by ASHAScheduler", *ENDED],
+        [*ENDED, "Trial 7: PRUNED (median rule)"],
+        ["wandb: Sweep Agent: run 7 early stopped", *ENDED],
+        ["[hpo] run 17: loss 3.1 > median 2.2 -> stopping early", *ENDED, "[hpo] run 18 started"],
+        ["DEBUG async_hyperband.py:203 -- ASHA decision for a1: STOP", *ENDED],
+        ["Trial 12 interrupted: below the median", "[rank0]: Received SIGTERM: 15", *ENDED],
+        ["scheduler: stopping trial t9 at rung 2", "srun: error: gpu-3: tasks 0-3: Terminated"],
+        [row for rank in (0, 1) for row in PRUNED.format(rank).split("|")],
+        ["trial_7 STOPPED", "[rank0]: lightning.fabric.utilities.exceptions.SIGTERMException: stop"],
+    ],
+)
+def test_a_trial_that_a_tuner_stops_on_purpose_is_no_incident(explain_lines: Explain, lines: list[str]) -> None:
+    assert not explain_lines(["[rank0]: epoch 1", *lines]).incident
+    raised = [
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "t.py", line 3, in f',
+        "[rank1]: ValueError: x",
+    ]
+    assert explain_lines([*lines, *raised]).culprits == (1,), "another trial fails"
+    assert explain_lines([*lines, "srun: error: gpu-3: task 2: Killed"]).incident
+    assert explain_lines([*lines, *timeout(0)]).incident
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Trial train_1 errored after 3 iterations", "Trial 3 stopped: its worker crashed", "Trial 4 terminated: out of memory",
+     "model pruned to 50 % sparsity", "Trial 4 finished with value: 0.3", "Trial 4 was stopped because of preemption"],
+)  # fmt: skip
+def test_what_tells_of_no_purpose_excuses_no_end(explain_lines: Explain, line: str) -> None:
+    assert explain_lines([line, *ENDED]).incident
+
+
+def test_a_trial_stopped_long_ago_excuses_no_end(explain_lines: Explain) -> None:
+    assert explain_lines(["Trial 1 pruned", *["x y"] * 300, *ENDED]).incident
+    assert explain_lines([*ENDED, *["x y"] * 80, "Trial 9 pruned"]).incident
+    assert explain_lines(ENDED).incident

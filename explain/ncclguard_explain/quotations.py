@@ -1,0 +1,337 @@
+"""Tell what somebody quotes from what a job prints: sources, pages, conversations, tests, the text of a model.
+
+A message that is quoted is no incident. That is told by an input as a whole (`what_it_is`), by the command that prints
+it (`is_printed`), by the lines around it (`is_in_talk`, `is_introduced`), or by the line itself (`is_data`, `spans`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+
+from ncclguard_explain.language import Message, tr
+
+#: Returns so many raw lines behind a message, or fewer.
+Following = Callable[[int], Sequence[str]]
+
+# --- whole inputs ---
+
+#: What a chat prints above each message, or before it: who, and when.
+_SPEAKER = re.compile(
+    rb"(?m)^(?:(?:[*_]{1,2})?@?((?!(?i:.*\b(?:time|elapsed|eta|epoch|step|loss|took|duration)\b))[A-Za-z][A-Za-z.\-]*(?: [A-Za-z.\-]+){0,2})"
+    rb"(?:[*_]{1,2})?(?: {1,4}|, |\t| \xe2\x80\x94 )\[?(?:(?:[Tt]oday|[Yy]esterday)(?: at)? )?"
+    rb"([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\]?:?\r?$"
+    rb"|\[([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\] (?!INFO|WARN|ERROR|DEBUG)@?([A-Za-z][A-Za-z.\- ]{1,30}): )"
+)
+#: The title of a page that quotes what one may see, and any heading.
+_TITLE = re.compile(
+    rb"\s*(?:---\n(?:[\w\-]+:.*\n)+---\s+)?(?:#{1,3} |(?=[^\n]{3,80}\n[=\-]{3,}\s*\n))(?:[A-Za-z\-]+ ){0,3}?"
+    rb"(?i:troubleshooting|FAQ|frequently asked questions|runbook|playbook|known (?:issues|errors)|release notes|changelog|"
+    rb"common (?:errors|problems))(?![^\s:])(?:[A-Za-z ,:&/\-]|v?\d{1,2}\b(?!-)){0,60}(?:\([^)\n]{0,40}\))?[ ]*\n"
+)
+_HEADINGS = re.compile(rb"(?m)^#{1,4} \S|^[=\-]{3,}\s*$")
+#: What launchers and programs print, and pages and people do not.
+_LAUNCHES = re.compile(
+    rb"\bsrun: |slurmstepd: |mpirun noticed|elastic/(?:agent|multiprocessing)|\.ChildFailedError|\btorchrun --|"
+    rb"exits with return code"
+)
+_PRINTS = re.compile(_LAUNCHES.pattern + rb"|Traceback \(most recent call last\)")
+#: unittest and GoogleTest: the head of a test, and the end of a run in which all have passed.
+_TEST = re.compile(rb"(?m)^test\w* \([\w.]+\)(?: \.\.\. |\r?$)|^\[={10}\] Running \d+ tests? from ")
+_PASSED = re.compile(
+    rb"\nRan \d+ tests? in [\d.]+s\r?\n\s*OK(?: \((?:skipped|expected failures)=[^)\n]*\))?\s*\Z|"
+    rb"\n\[  PASSED  \] \d+ tests?\.(?![\s\S]*\[  FAILED  \])"
+)
+#: A list under a heading of Markdown, and nothing else: release notes, a plan.
+_LIST = re.compile(rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?")
+
+
+def _is_conversation(data: bytes) -> bool:
+    """Return whether people speak, quote and say what they think, a few lines each, and no program or launcher does."""
+    said = [
+        (found[1] or found[6], int(found[2] or found[4]), int(found[3] or found[5]))
+        for found in _SPEAKER.finditer(data)
+    ]
+    names = {name for name, _, _ in said}
+    times = [(hour + 12 * (hour < said[0][1]), minute) for _, hour, minute in said]  # it may become one o'clock
+    return (
+        len(said) > 3
+        and 1 < len(names) < len(said)
+        and times == sorted(times)
+        and data.count(b"\n") < 10 * len(said)
+        and (b"\n> " in data or b"`" in data)
+        and _PRINTS.search(data) is None
+    )
+
+
+def _is_page(data: bytes) -> bool:
+    """Return whether a page with headings explains errors, and no program or launcher prints any."""
+    return _TITLE.match(data) is not None and len(_HEADINGS.findall(data)) > 1 and _PRINTS.search(data) is None
+
+
+#: Fenced and indented blocks, the words of who explains to a reader, and of who asks about a job of their own.
+_BLOCK = re.compile(rb"(?ms)^[ \t]*```.*?^[ \t]*```[ \t]*$|^(?: {3,}|\t)\S[^\n]*$")
+_EXPLAINS = re.compile(
+    rb"(?i)\b(?:usually|typically|often|means|indicates|(?:is|are) caused by|(?:common|possible|likely|typical) causes?)\b"
+)
+_ASKS = re.compile(
+    rb"\bI\b|(?i:\b(?:we|my|our)\b)|(?i:^#+ (?:describe|versions|environment|steps|expected|reproduc|bug|issue)\b)",
+    re.MULTILINE,
+)
+_ITEM = re.compile(rb"\s*(?:#{1,4} |\d+[.)] |[-*] |\*\*)")
+_WORDS = re.compile(rb"(?<![\w./:\-])[A-Za-z]?[a-z']+(?=[ ,.;:!?)]|$)")
+
+
+def _is_explanation(data: bytes) -> bool:
+    """Return whether a short text says in sentences and lists what errors mean, and quotes them in blocks."""
+    if len(data) > 1 << 16 or _PRINTS.search(_BLOCK.sub(b"", data)) is not None:
+        return False
+    rows = [row for row in _BLOCK.sub(b"", data).split(b"\n") if row.strip()]
+    items = sum(_ITEM.match(row) is not None for row in rows)
+    prose = [row for row in rows if len(_WORDS.findall(row)) > 3]
+    said = b"\n".join(rows)
+    told = _EXPLAINS.search(said) and re.search(rb"(?i)\byour?\b", said) and not _ASKS.search(said)
+    others = [row for row in rows if row not in prose and not _ITEM.match(row)]
+    return bool(told) and items > 1 and len(prose) > 2 and 4 * len(others) <= len(rows)
+
+
+def _are_tests(data: bytes) -> bool:
+    """Return whether unittest runs tests from the beginning on, all of which pass, and nobody else prints."""
+    passed = _PASSED.search(data) is not None and _TEST.search(data[:1000]) is not None
+    return passed and b"FAILED (" not in data and _LAUNCHES.search(data) is None
+
+
+def _is_list(data: bytes) -> bool:
+    return bool(data) and b"\n" in data.strip() and _LIST.fullmatch(data) is not None
+
+
+def what_it_is(name: str, data: bytes) -> Message | None:
+    """Return what an input is that quotes messages and is no log, by its name or its first bytes; None for a log."""
+    if name.endswith(".py"):
+        return tr("{name}: a program, and no log", name=name)
+    if name.endswith((".po", ".pot")):
+        return tr("{name}: a catalogue of translations, and no log", name=name)
+    if _is_page(data) or _is_explanation(data):
+        return tr("{name}: a page about errors, and no log", name=name)
+    if _is_conversation(data):
+        return tr("{name}: people quote messages in it: give the log that they speak of", name=name)
+    if _are_tests(data):
+        return tr("{name}: tests, which have passed", name=name)
+    return tr("{name}: a document, and no log", name=name) if _is_list(data) else None
+
+
+# --- what a command prints ---
+
+#: A shell (`set -x`, a session) prints a document or what others have written of their changes, up to its next command.
+_SEARCH = r"(?:git (?:-C \S+ )?)?(?:[efz]?grep|rg|ag|ack)"
+_PROMPT = r"(?:(?:\(\w+\) )?(?:\[?\w[\w.\-]*@[\w.\-]+[^\n$#%]{0,40}|[~/][^\s$#%]*(?: \([\w/.\-]+\))?) ?[$#%]|[+$]+) *"
+_DOCUMENT = (
+    r"\S*(?:\.(?:md|rst|adoc)\b|(?i:readme|runbook|playbook|troubleshoot|faq\b|known[_\-]?(?:issues|errors)|how-?to|handbook|manual|"
+    r"change-?log|cheat[_\-]?sheet))"
+)
+#: Folders of what is no log of this job.
+_ELSEWHERE = r"(?:tests?|testdata|fixtures?|docs?|examples?|golden|archived?|notes|(?:old|previous|past)[\w\-]*)/"
+_PRINTS_DOCUMENT = re.compile(
+    rf"{_PROMPT}(?:(?:cat|less|more|head|tail|bat|sed)(?: (?:-\S+|'[^']*'|\d+))* {_DOCUMENT}|man |git (?:log|show|diff|blame)\b|gh (?:issue|pr) view\b|"
+    rf"(?:{_SEARCH})\b.* (?:\S*/)?{_ELSEWHERE}\S*\s*$|"
+    r"(?:promtool|amtool|vmalert-tool|mimirtool)\b|(?:llm|ollama run|sgpt|aichat|mods|chatgpt|claude|gemini|tldr)\b|"
+    r"curl\b.*/(?:completions|generate|messages|responses|api/chat)\b)"
+)
+_NEXT_COMMAND = re.compile(rf"{_PROMPT}\S")
+
+
+#: Lines behind a message in which the next command is looked for.
+_PRINTED = 400
+_WORKS = re.compile(rb"(?i)\b(?:step|iter(?:ation)?|epoch|loss)\b\W{0,3}\d")
+
+
+def is_printed(before: Sequence[str], following: Following) -> bool:
+    """Return whether a line stands in what somebody has written, by the last command before it: a page, an answer.
+
+    The next command is seen, or the end of the input, before which no job works.
+    """
+    at = next((at for at in range(len(before) - 1, -1, -1) if _NEXT_COMMAND.match(before[at])), None)
+    if at is None or _PRINTS_DOCUMENT.match(before[at]) is None:
+        return False
+    after = following(_PRINTED)
+    if any(map(_NEXT_COMMAND.match, after)):
+        return True
+    rest = "\n".join([*before[at:], *after]).encode()
+    return len(after) < _PRINTED and _LAUNCHES.search(rest) is None and _WORKS.search(rest) is None
+
+
+# --- talks: what is asked and what a model answers, over several lines ---
+
+#: Who asks and who answers, in front of what is said or above it, and what ends a message of a model.
+_TURN = re.compile(
+    r"\W{0,40}(?:<\|(?:im_start|start_header_id)\|>|[Rr]ole['\"]?: ?['\"]?)?(?i:(?P<asks>user|human|(?:system )?prompt|question|instruction|query|q)|"
+    r"(?P<answers>assistant|completion|answer|response|reply|generated(?: text)?|generation|prediction|reference|chosen|rejected|a))"
+    r"(?: ?#?\d+)?(?: ?\([^)]{0,40}\))?(?:\s*$| ?:|<\|| ?[\])}>=\-*#]{1,40}\s*$)"
+)
+_ENDS_MESSAGE = re.compile(r"\s*(?:<\|(?:im_end|eot_id|end)\|>|</s>|\[/INST\])")
+_LINE = re.compile(r"\s*([=\-*#~_─━═])\1{3,}")
+_DIGITS = re.compile(r"\d+")
+#: Lines of a talk, before and behind a message that is quoted in it.
+_TALK = 40
+#: Characters of a line that are looked at for a heading.
+_SHOWN = 400
+
+
+def is_in_talk(before: Sequence[str], following: Following) -> bool:
+    """Return whether a line stands within a talk with a model: both sides speak around it, and it is seen to go on.
+
+    Somebody speaks behind it, or a message or the talk ends, or the program does what it did before; no command and,
+    where nobody speaks behind it, no launcher stands between.
+    """
+    before = before[-_TALK:]
+    turns = [(at, found) for at, row in enumerate(before) if (found := _TURN.match(row))]
+    if not turns:
+        return False
+    after = following(_TALK)
+    first, last = turns[0][0], turns[-1][0]
+    head = [row for row in before[max(0, first - 3) : first + 1] if row.strip()]
+    lines = {found[1] for row in head if (found := _LINE.match(row))}
+    own = {_DIGITS.sub("", row)[:14] for row in head if not _LINE.match(row) and not _TURN.match(row)}
+    kinds = {found.lastgroup for _, found in turns}
+    end = None
+    for at, row in enumerate(after):
+        found = _TURN.match(row)
+        if (found and (row[found.end() :].strip() or any(map(str.strip, after[at + 1 :])))) or _ENDS_MESSAGE.match(row):
+            kinds |= {found.lastgroup} if found else set()
+            end = at if end is None else end
+            if len(kinds) > 1:
+                break
+        elif end is None and len(kinds) > 1:
+            line = _LINE.match(row)
+            if (line and line[1] in lines) or _DIGITS.sub("", row)[:14] in own:
+                between = "\n".join([*before[last:], *after[:at]]).encode()
+                end = at if _LAUNCHES.search(between) is None else None
+                break
+    return len(kinds) > 1 and end is not None and not any(map(_NEXT_COMMAND.match, [*before[last:], *after[:end]]))
+
+
+#: How a text introduces messages that one may see, or a list of them, and what stands in such a list or behind it.
+_INTRODUCES = re.compile(
+    r"(?-i:(?!.*\bI\b))(?!.*\b(?:we|my|our)\b)(?i:.*\b(?:if|when(?:ever)?|in case|you|users?|they|people)\b.{0,60}\b(?:see|get|find|encounter|hit|meet)s?\b[^.]{0,60}$)"
+)
+_LISTS = re.compile(
+    r"(?i)(?!.*\b(?:traceback|raised|caught)\b).*\b(?:known|examples?|signatures?|typical|common|patterns?|symptoms?|look(?:s|ing)? for|runbook|such as|e\.g\.|hints?|FAQ|cheat ?sheet)\b[^.]{0,60}$"
+)
+#: Above a text that a program shows of its data or its model, in a frame.
+_SHOWS = re.compile(
+    r"(?i)(?:[^\w\n]*|.*\b)(?:samples?|examples?|generated(?: text)?|generations?|decoded(?: text)?|completions?|predictions?|rollouts?)"
+    r"(?: ?#?\d+)?(?: \([^)]{0,40}\)| (?:of|at|for|from) .{0,40})?\W*$"
+)
+_FRAME = re.compile(r"\s*(?:[=\-*#~>]{2,}|<{2,}) ?[A-Za-z]")
+_TAG = re.compile(r"\[[\w.\- ]+\]:? ?")
+_ENTRY = re.compile(r"\s|[-*•'\"]|\d+[.)] |[<>=]")
+
+
+def is_introduced(before: Sequence[str], row: str, following: Following) -> bool:
+    """Return whether a line stands in a list with such a heading, in a frame, or between sentences that explain."""
+    above = [_TAG.sub("", one[:_SHOWN], 1) for one in before[-_TALK:] if one.strip()]
+    if above and _INTRODUCES.match(above[-1]):
+        below = next((one for one in following(3) if one.strip()), "").encode()
+        return len(_WORDS.findall(below)) > 3 and _PRINTS.search(below) is None
+    frame = next(
+        (at for at in range(len(above) - 1, -1, -1) if _LINE.match(above[at]) or _FRAME.match(above[at])), None
+    )
+    if frame is not None and any(map(_SHOWS.match, above[max(0, frame - 1) : frame + 1])):
+        return any(_LINE.match(one) or _FRAME.match(one) for one in following(_TALK))
+    if not _ENTRY.match(_TAG.sub("", row, 1)):
+        return False
+    head = next((one for one in reversed(above) if not _ENTRY.match(one)), "")
+    return _LISTS.match(head) is not None
+
+
+# --- single lines, and those around them ---
+
+#: A record of Python's logging below the level of a warning that holds a line of torch in quotation marks: a test, say.
+_LOGGED = re.compile(r"(?:INFO|DEBUG)\b[^'\"`]*['\"`](?:\[rank\d+\]:)?\s?\[[EWF]")
+#: A line within data that a program prints: in a block indented behind bars or >>>, or in a dictionary of Python.
+_DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$|\d{4}-\d\d-\d\d[T ])|\{'\w+': .*\[rank\d+\]:\s?\[[EWF]")
+#: Python 3.11 and newer indent the exceptions of a group the same way.
+_GROUP = b"Exception Group Traceback"
+#: Keys of rules for alerts and of their tests, before a text.
+_OF_RULES = re.compile(
+    r"\s*(?:- )?(?:(?:alert|expr|annotations|summary|description|runbook_url|exp_\w+): *['\"]|(?:Labels|Annotations): ?\{)"
+)
+#: What a search prints of sources and documents, and the command: a formatter of logs may begin its lines alike.
+_FOUND = re.compile(r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|tex|ipynb)[:\-]\d+[:\-]")
+_COMMAND = re.compile(r"[^\n]{0,80}?[$#%>] (\S[^\n]*)")
+_SEARCHES = re.compile(rf"(?:cd \S+ && )?(?:{_SEARCH})\b")
+#: A check of a health test that has passed, by the name of what it looks for.
+_PASSES = re.compile(
+    r"(?!.*(?:\[rank\d|\[[EWF]\d{3,4} ))[^\n]*(?:['\"].*\b(?:hits|matches)=0\b|\sPASS(?:ED)?(?: \([^)\n]*\))?\s*$)"
+)
+#: What a model was given or has written, as trainers, evaluations and servers print it.
+_OF_A_MODEL = re.compile(
+    r"(?:\{?['\"]|\[\w+\] )?(?:(?:step|sample|example|case|item|row|request) ?#?\d* )?"
+    r"(?i:prompt|completion|question|answer|instruction|generated[ _]text)(?: ?#?\d+)?['\"]? ?[:=](?![^\n]*\"error\"| ?(?:\w+ )?(?:failed|raised|died)\b)"
+)
+_BETWEEN = re.compile(r"\[INST\].*?(?:\[/INST\]|$)|<\|im_start\|>.*?(?:<\|im_end\|>|$)")
+_STRING = r"(?P<mark>\\?[\"'])(?:(?!(?P=mark))(?:\\.|[^\\]))*(?:(?P=mark)|$)"
+_KEY = r"(?P<key>(?<![\w.])\\?[\"']?(?:{})\\?[\"']? ?[:=] ?)" + _STRING
+_VALUE = re.compile(_KEY.format("prompt|completion|question|answer|generated_text|output_text"))
+_MESSAGE = re.compile(_KEY.format("prompt|completion|content|reasoning_content|text"))
+#: A row of a table of Markdown, and the line below its head: what stands in one is quoted.
+_CELLS = re.compile(r"\s*\|.*\|\s*$")
+_RULE = re.compile(r"(?m)^\s*\|(?:\s*:?-{3,}:?\s*\|)+\s*$")
+#: What stands in backticks, and what somebody says that one will see.
+_QUOTED = re.compile(
+    r"`[^`]{12,}`|(?i:\b(?:you|we|users?|they)\b (?:\w+ ){0,3}?(?:see|get|find|read)s? (?:\w+ ){0,4})[\"“][^\"”]{12,}[\"”]"
+)
+
+
+def is_in_table(row: str, above: Sequence[str]) -> bool:
+    """Return whether a line is a row of a table of Markdown, by the lines above it."""
+    return _CELLS.match(row) is not None and any(map(_RULE.match, itertools.takewhile(_CELLS.match, above[::-1])))
+
+
+def is_data(text: str, around: bytes) -> bool:
+    """Return whether a record is quoted by a logger, or stands in data that a program prints."""
+    return _LOGGED.match(text) is not None or (_DATA.match(text) is not None and _GROUP not in around)
+
+
+def is_of_rules(text: str) -> bool:
+    """Return whether a line is of rules for alerts, or of their tests, which quote what they tell of."""
+    return _OF_RULES.match(text) is not None
+
+
+def may_be_found(rows: Sequence[str]) -> bool:
+    """Return whether a search may have printed one of these lines."""
+    return any(map(_FOUND.match, rows))
+
+
+def are_found(rows: Sequence[str]) -> bool:
+    """Return whether the last lines are what a search has found: nothing else stands between them and its command."""
+    for row in reversed(rows):
+        if row and row != "--" and _FOUND.match(row) is None:
+            command = _COMMAND.match(row)
+            return command is not None and _SEARCHES.match(command[1]) is not None
+    return False
+
+
+def passes(row: str) -> bool:
+    """Return whether a line is a check that has passed."""
+    return ("=0" in row or "PASS" in row) and len(row) < 1000 and _PASSES.match(row) is not None
+
+
+def without_talk(text: str) -> str:
+    """Return a line without what a model was given or has written: values of such keys, and between its tokens."""
+    if "[INST]" in text or "<|im_start|>" in text:
+        text = _BETWEEN.sub("", text)
+    if "prompt" not in text and "role" not in text and "_text" not in text and "completion" not in text:
+        return text
+    return (_MESSAGE if "role" in text else _VALUE).sub(r"\g<key>", text)
+
+
+def is_of_a_model(message: str) -> bool:
+    """Return whether a line begins with what a model was given or has written."""
+    return _OF_A_MODEL.match(message) is not None
+
+
+def spans(text: str) -> list[tuple[int, int]]:
+    """Return where a text quotes: in backticks, or what somebody says that one will see."""
+    return [found.span() for found in _QUOTED.finditer(text)] if any(mark in text for mark in '`"“') else []
