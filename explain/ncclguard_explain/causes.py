@@ -16,7 +16,6 @@ from ncclguard_explain.connections import fabric_errors, own_addresses
 from ncclguard_explain.evidence import Evidence, World
 from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict, Work
 from ncclguard_explain.failures import (
-    OF_OTHERS,
     deadly_exits,
     follows_from_peers,
     hardware_errors,
@@ -277,9 +276,7 @@ def crash(case: Case) -> Finding | None:
     faults = [fact for fact in evidence.of(Kind.XID) if fact.number in APPLICATION_XIDS]
     loader = [fact for fact in evidence.of(Kind.DATALOADER) if "killed by signal" in fact.detail]
     absent = evidence.of(Kind.FINGERPRINT, name="absent")
-    held = case.verdict.facts if case.verdict.rule == OF_OTHERS else []
     return _first(
-        (held, name, "high", case.verdict.reason),
         (own_exceptions(evidence), name, "high", tr("a rank raised an exception of its own")),
         (
             engines.accused_of_raising(evidence),

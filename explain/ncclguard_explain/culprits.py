@@ -15,7 +15,7 @@ from ncclguard_explain.connections import by_clients, by_gone_peer, by_peer_clos
 from ncclguard_explain.divergence import by_alone, by_counters, by_divergence, by_fingerprint, by_tracebacks
 from ncclguard_explain.evidence import Evidence, World
 from ncclguard_explain.facts import Fact, Verdict
-from ncclguard_explain.failures import OF_OTHERS, by_failure, by_first_exit, first_to_exit
+from ncclguard_explain.failures import by_failure, by_first_exit, first_to_exit
 from ncclguard_explain.language import joined, tr
 from ncclguard_explain.ranks import ranks_text
 from ncclguard_explain.silence import by_silence, by_silence_in_group
@@ -82,7 +82,7 @@ def _first_verdict(evidence: Evidence, world: World) -> Verdict:
     unnamed: list[Verdict] = []
     for rule in RULES:
         verdict = rule(evidence, world)
-        if verdict is not None and (verdict.culprits or verdict.places or verdict.rule == OF_OTHERS):
+        if verdict is not None and (verdict.culprits or verdict.places):
             return _beside(verdict, evidence, world)
         if verdict is not None:
             unnamed.append(verdict)

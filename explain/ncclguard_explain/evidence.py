@@ -733,9 +733,15 @@ _STOPPED = re.compile(r"(?:TrialPruned|EarlyStop\w*|TrialStopped|SIGTERMExceptio
 _BEFORE_STOP, _BEHIND_STOP = 50, 200
 
 
+#: How Ray says of what a worker died, where it was not killed by who started it.
+_OF_A_CRASH = re.compile(r"(?i)exit|signal|memory|segv|error|unexpected|node|crash|connection")
+
+
 def _is_of_a_stop(fact: Fact) -> bool:
     if fact.kind is Kind.EXCEPTION:
         return _STOPPED.search(fact.name) is not None or (fact.name == "SystemExit" and fact.detail in ("15", "143"))
+    if fact.kind is Kind.WORKER_DIED:
+        return _OF_A_CRASH.search(fact.detail) is None
     return fact.kind in _OF_A_STOP or (fact.kind in (Kind.LAUNCHER, Kind.EXIT) and fact.number in (-15, 143))
 
 

@@ -319,8 +319,6 @@ _SHM = tr("could not get shared memory")
 _SAME_GPU = tr("share one GPU, and which of them chose it wrongly is not shown")
 _ONE_GPU = re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+)")
 _GPU_FULL = re.compile(r"CUDA out of memory.*?\bGPU (\d{1,2})(?:;| has a total)")
-#: The rule by which a rank is no culprit that finds its GPU taken.
-OF_OTHERS = "memory of others"
 #: torch/c10/cuda/CUDACachingAllocator.cpp: the GPU, what is free of it, and what processes have of it.
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemory")
 _WANTED = re.compile(r"Tried to allocate ([\d.]+) ([KMG])iB")
@@ -328,6 +326,9 @@ _ROOM = re.compile(
     r"\bGPU (\d{1,2})(?: has a total capacity of ([\d.]+) ([KMG])iB of which ([\d.]+) ([KMG])iB is free|;)"
 )
 _HAS = re.compile(r"\b(?:Process (\d+)|this process) has ([\d.]+) ([KMG])iB memory in use")
+_OURS = re.compile(
+    r"Of the allocated memory ([\d.]+) ([KMG])iB is allocated by PyTorch(?:, and ([\d.]+) ([KMG])iB is reserved)?"
+)
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _OUT_OF_MEMORY = tr("was ended by the kernel's out-of-memory killer")
 
@@ -352,6 +353,10 @@ def lacks_what_others_hold(evidence: Evidence, fact: Fact) -> bool:
     known = fact.pid in own or any(rank == fact.rank for rank in evidence.ranks.processes.values())
     if len(listed) < 2 and has is None and not known:
         others = {}
+    if has is None and (ours := _OURS.search(text)) is not None:
+        least = (_mib(ours, 1) or 0.0) + (_mib(ours, 3) or 0.0)
+        itself = min((mib for mib in others.values() if mib >= 0.99 * least), default=0.0)  # beside it CUDA's own
+        others = {pid: mib for pid, mib in others.items() if mib != itself}
     for note in evidence.of(Kind.NOTE, name="holds") if gpu is not None else ():
         apart = has is not None and abs(float(note.detail) - has) > 0.1 * has
         if note.number == gpu and note.pid is not None and note.pid not in own and (apart or known):
@@ -373,11 +378,6 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
     raised = _of_who_ended_first(evidence, world, raised, _who_ended_first(evidence, raised, aborted))
     broken, sticky = _of_who_aborted(evidence, aborted)
     found: Verdict | None = None
-    victims = [fact for fact in raised if lacks_what_others_hold(evidence, fact)]
-    raised = [fact for fact in raised if fact not in victims]
-    sticky = [
-        fact for fact in sticky if not any(one.source == fact.source and one.line == fact.line for one in victims)
-    ]
     for facts, cause, what in (
         ([f for f in evidence.of(Kind.UNUSED) if f.rank is not None], Cause.DIVERGED, _UNUSED),
         (broken, Cause.FAILED, _HARDWARE),
@@ -438,9 +438,6 @@ def by_failure(evidence: Evidence, world: World) -> Verdict | None:
             found.culprits = tuple(sorted({*found.culprits, *ranks}))
             found.reason = joined("; ", (found.reason, reason))
             found.facts = found.facts + facts
-    if victims and (found is None or not found.culprits):
-        reason = tr("another process holds memory of the GPU; the job does not fit beside it")
-        return Verdict((), Cause.FAILED, "medium", OF_OTHERS, reason, victims, suspects=named_ranks(victims))
     return found
 
 

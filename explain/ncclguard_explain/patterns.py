@@ -994,7 +994,7 @@ ROWS: tuple[Row, ...] = (
         (("GPU 3: pid 998877 of another user (bob) holds 70112 MiB", {"number": 3, "pid": 998877, "name": "held"}), ("preflight: stale process 998877 on cuda:2 uses 61.2 GiB", {"pid": 998877})),
         ("GPU 3: pid 4188 of rank 3 holds 70112 MiB", "another process 4188 waits for a GPU"), fields={"name": "held", "rank": None, "rank_basis": ""}),
     Row(Kind.NOTE, "tuners that end a trial early on purpose: Ray Tune, Optuna, W&B sweeps, Katib, Determined, NNI, and others",
-        r"^(?!.*(?i:rror|fail|crash|exception|memory|\boom\b|evict|preempt|timed out|time limit)).*?(?i:(?<![a-z])trials?(?![a-z]).{0,120}?\b(?:prun\w+|early[- _]?stop\w*|stopped|stopping|terminat(?:ed|ing)|halted|interrupted|cancell?ed|sigterm)\b|"
+        r"^(?!.*(?i:rror|fail|crash|exception|memory|\boom\b|evict|preempt|timed out|time limit)).*?(?i:(?<![a-z])trials?(?![a-z]).{0,160}?\b(?:prun\w+|early[- _]?stop\w*|stopped|stopping|terminat(?:ed|ing)|halted|interrupted|cancell?ed|sigterm)\b|"
         r"\b(?:prun|stopp|terminat|halt|kill|cancell?|clos|interrupt)(?:ed|ing)\b.{0,40}(?<![a-z])trials?(?![a-z])|"
         r"\b(?:run|sweep|sweep agent|experiment|config(?:uration)?|candidate|arm)\b.{0,120}?\b(?:pruned|pruning|early[- _]?stop\w*|stop(?:ped|ping|s)? early)\b|"
         r"\b(?:asha|hyper_?band|median[- _]?stop\w*|pruner)\w*\b.{0,80}?\b(?:stop\w*|prun\w+|terminat\w+|kill\w*)\b|\bwandb\b.{0,60}received command: (?:stop|exit))|^[│|] ?\S+\s+TERMINATED\b",

@@ -255,10 +255,13 @@ _DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$|\d{4}-\d\d-\d\d[T ])|\{'\w+': .*\
 _GROUP = b"Exception Group Traceback"
 #: Keys of rules for alerts and of their tests, before a text.
 _OF_RULES = re.compile(
-    r"\s*(?:- )?(?:(?:alert|expr|annotations|summary|description|runbook_url|exp_\w+): *['\"]|(?:Labels|Annotations): ?\{)"
+    r"\s*(?:- )?(?:(?:alert|expr|annotations|summary|description|runbook_url|exp_\w+): *['\"]|(?:(?:exp|got) ?: ?\[ ?)?(?:Labels|Annotations): ?\{)"
 )
 #: What a search prints of sources and documents, and the command: a formatter of logs may begin its lines alike.
-_FOUND = re.compile(r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|tex|ipynb)[:\-]\d+[:\-]")
+_FOUND = re.compile(
+    rf"(?:[\w.\-]+/)*{_ELSEWHERE}[\w./\-]*[:\-]\d+[:\-]|"
+    r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|tex|ipynb)[:\-]\d+[:\-]"
+)
 _COMMAND = re.compile(r"[^\n]{0,80}?[$#%>] (\S[^\n]*)")
 _SEARCHES = re.compile(rf"(?:cd \S+ && )?(?:{_SEARCH})\b")
 #: A check of a health test that has passed, by the name of what it looks for.

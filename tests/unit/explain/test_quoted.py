@@ -20,7 +20,13 @@ HEADED = "[rank3]:[E303 11:20:41.3 ProcessGroupNCCL.cpp:633] "
 
 
 @pytest.mark.parametrize(
-    "place", ["torch/ProcessGroupNCCL.cpp:812:    // ", "docs/gpu.md:14:", "test_c10d.py-31-    # "]
+    "place",
+    [
+        "torch/ProcessGroupNCCL.cpp:812:    // ",
+        "docs/gpu.md:14:",
+        "test_c10d.py-31-    # ",
+        "tools/testing/fixtures/xid.txt:4:",
+    ],
 )
 @pytest.mark.parametrize("line", [LATE, XID, MEMORY])
 def test_a_search_in_sources_is_no_incident(explain_lines: Explain, place: str, line: str) -> None:
@@ -158,3 +164,11 @@ def test_the_name_of_a_page_in_a_programs_words_begins_no_page(explain_lines: Ex
     assert explain_lines([said, LATE, "+ exit 1"]).incident
     for prompt in ("$ ", "+ ", "~/src (main) $ ", "(env) ann@host:~/src$ "):
         assert not explain_lines([f"{prompt}sed -n '3,9p' docs/ERRORS.md", LATE, XID, "$ exit"]).incident, prompt
+
+
+@pytest.mark.parametrize("key", ["exp:[Labels:", "got:[Labels:", "        exp:[Labels:", "got: [ Labels:"])
+def test_what_a_test_of_alerts_expects_is_no_incident(explain_lines: Explain, key: str) -> None:
+    """Make prints the command without a prompt."""
+    row = key + '{alertname="GPUXid79", gpu="5"} Annotations:{summary="' + XID + '"}]'
+    assert not explain_lines(["promtool test rules tests/gpu_test.yaml --debug", row, "  SUCCESS"]).incident
+    assert explain_lines([row.replace(key, ""), XID]).incident

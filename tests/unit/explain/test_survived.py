@@ -676,6 +676,8 @@ ENDED = [
     "Traceback (most recent call last):", '  File "/x/api.py", line 3, in run',
     "torch.distributed.elastic.multiprocessing.api.SignalException: Process 100 got signal: 15",
 ]  # fmt: skip
+RAY_KILLS = "2026-11-20 18:16:01 INFO tune_controller.py -- actor of a_1: The actor is dead because it was killed by `ray.kill`."
+WORKER_DIED = "2026-11-20 10:20:04 WARNING worker.py:1072 -- A worker died or was killed while executing task ffff{}."
 PRUNED = "[rank{0}]: Traceback (most recent call last):|[rank{0}]:   File 't.py', line 3, in fit|[rank{0}]: optuna.exceptions.TrialPruned"
 
 
@@ -690,6 +692,12 @@ PRUNED = "[rank{0}]: Traceback (most recent call last):|[rank{0}]:   File 't.py'
         ["Trial 12 interrupted: below the median", "[rank0]: Received SIGTERM: 15", *ENDED],
         ["scheduler: stopping trial t9 at rung 2", "srun: error: gpu-3: tasks 0-3: Terminated"],
         [row for rank in (0, 1) for row in PRUNED.format(rank).split("|")],
+        [
+            "Trial a_1 completed after 2 iterations at 2026-11-20 18:16:00. (stopped by scheduler)",
+            RAY_KILLS,
+            WORKER_DIED.format(""),
+        ],
+        [WORKER_DIED.format(""), "Trial status: 24 TERMINATED"],
         ["trial_7 STOPPED", "[rank0]: lightning.fabric.utilities.exceptions.SIGTERMException: stop"],
     ],
 )
@@ -701,6 +709,7 @@ def test_a_trial_that_a_tuner_stops_on_purpose_is_no_incident(explain_lines: Exp
         "[rank1]: ValueError: x",
     ]
     assert explain_lines([*lines, *raised]).culprits == (1,), "another trial fails"
+    assert explain_lines([*lines, WORKER_DIED.format(" by an unexpected system error: exit code 139")]).incident
     assert explain_lines([*lines, "srun: error: gpu-3: task 2: Killed"]).incident
     assert explain_lines([*lines, *timeout(0)]).incident
 
