@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,6 +33,10 @@ LAST: Final = 512
 #: Seconds between two looks for what a first rank writes, and those after which it is looked for no more.
 AGAIN: Final = 0.5
 WITHIN: Final = 10.0
+#: Seconds for which a rank keeps what it has read: until it is asked about, the recorder may have forgotten it.
+KEPT: Final = 30.0
+#: Differences of a group that are asked about although the answers to the earlier ones showed none.
+TRIES: Final = 3
 
 _COMPARE: Final = "compare"
 _DIFFERS: Final = "differs"
@@ -49,25 +54,31 @@ class _Reading:
 
 
 class Comparison:
-    """`read` is called by the watcher's thread, all else by the monitor's; `moved` counts calls."""
+    """`read` is called by the watcher's thread, all else by the monitor's.
+
+    `moved` counts calls, and `concerns` tells by the name of a channel whether it is watched.
+    """
 
     def __init__(
         self,
         monitor: Monitor,
         state: WatchState,
         moved: Callable[[], int],
+        concerns: Callable[[str], bool],
         ask: Callable[[TroubleKind, str], None],
         wake: Callable[[], None],
     ) -> None:
-        self._monitor, self._state, self._moved, self._ask, self._wake = monitor, state, moved, ask, wake
+        self._monitor, self._state, self._moved, self._concerns = monitor, state, moved, concerns
+        self._ask, self._wake = ask, wake
         self._marks = HighWaterMarks()
         self._compared = 0  # what `moved` said when calls were last compared
         self._interval = FIRST
         self._due = time.monotonic() + FIRST
         self._wanted = self._begun = 0  # numbers of comparisons: the last asked for, and the last read for
         self._took = 0.0  # seconds of the last reading
-        self._reading: _Reading | None = None
-        self._told: set[str] = set()  # channels of which it is known that they differ
+        self._reading: _Reading | None = None  # the last one, for a while
+        self._known: set[str] = set()  # channels of which it is known that they differ
+        self._told: Counter[str] = Counter()  # channels that were asked about, and how often
 
     @property
     def hearers(self) -> dict[str, Callable[[dict[str, Any]], None]]:
@@ -79,30 +90,34 @@ class Comparison:
         wanted = self._wanted
         if wanted == self._begun or torch_compat.under_detail():  # the recorder mixes the groups up there
             return
-        began = time.monotonic()
-        calls = self._state.calls()
+        began = time.thread_time()
+        calls = {channel: one for channel, one in self._state.calls().items() if self._concerns(channel)}
+        self._begun, self._took = wanted, time.thread_time() - began
         now = time.monotonic()
-        self._begun, self._took = wanted, now - began
-        self._reading = _Reading(wanted, calls, calls.keys() - self._told, now, now + AGAIN)
+        self._reading = _Reading(wanted, calls, {*calls}, now, now + AGAIN)
         self._monitor.wake()
 
     def step(self, now: float, store: AgreementStore) -> None:
         """Ask where it is time, write what this rank has called, and compare with what the others have."""
         if now >= self._due:
             self._ask_all(now)
+        while self._state.unproved:
+            channel = self._state.unproved.pop()
+            if self._told[channel] < TRIES:
+                self._known.discard(channel)
         reading = self._reading
         if reading is None:
             return
+        if now - reading.since > KEPT and self._reading is reading:
+            self._reading = None
         for channel in sorted(reading.open):
             calls = reading.calls[channel]
             if calls.ranks[0] == self._monitor.rank:
                 store.put(_key(channel, calls), _written(reading.number, calls))
                 reading.open.discard(channel)
-        if reading.open and now >= reading.due:
+        if reading.open and reading.due <= now < reading.since + WITHIN:
             reading.due = now + AGAIN
             self._compare(reading, store)
-        if not reading.open or now - reading.since > WITHIN:
-            self._reading = None
 
     def _ask_all(self, now: float) -> None:
         self._due = now + FIRST
@@ -127,7 +142,7 @@ class Comparison:
                 continue
             reading.open.discard(channel)
             different = _first_different(calls, first, marks) if codec.ranks_of(ranks) == calls.ranks else None
-            if different is not None and channel not in self._told:
+            if different is not None and channel not in self._known:
                 place = (self._state.member.generation, number)
                 own = self._monitor.rank
                 if self._marks.enter(store, f"{key}/{_DIFFERS}", place, [own]) == [own]:
@@ -141,8 +156,10 @@ class Comparison:
     def _hear_differs(self, entry: Mapping[str, Any]) -> None:
         """Be ready to say what this rank called there; who found it asks, behind this in the job's log."""
         channel, sequence = str(entry["channel"]), int(entry["sequence"])
-        self._told.add(channel)
-        self._state.differing = channel, sequence
+        self._known.add(channel)
+        self._told[channel] += 1
+        calls = None if self._reading is None else self._reading.calls.get(channel)
+        self._state.differing = channel, None if calls is None else calls.pending(sequence)
         if entry["by"] == self._monitor.rank:
             text = tr(
                 "collective {number} of group {group} is not the same on all ranks", number=sequence, group=channel

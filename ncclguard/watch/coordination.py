@@ -40,7 +40,7 @@ from ncclguard.protocol.decision import (
     is_interrupt,
 )
 from ncclguard.protocol.member import Member
-from ncclguard.watch.judge import MESSAGE, STARTED, analyse, expired, has_issued, is_consequence, verdict_of
+from ncclguard.watch.judge import COMPARES, MESSAGE, STARTED, analyse, expired, has_issued, is_consequence, verdict_of
 from ncclguard.watch.recorder import Calls, Observation, Pending, Recorder
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import joined, received, told, tr
@@ -63,7 +63,9 @@ class WatchState(GroupState):
         self.reading = threading.Lock()
         self.observation = Observation()
         self.broken = ""  # an exception of a broken collective that nobody caught, in words
-        self.differing: tuple[str, int] | None = None  # channel and number of a call that the ranks are asked about
+        #: The channel of a call that the ranks are asked about, and this rank's, where it is known.
+        self.differing: tuple[str, Pending | None] | None = None
+        self.unproved: set[str] = set()  # channels that they were asked about, and the answers showed no difference
         self._limit: Callable[[Pending], float] | None = None
         self.asked: float = 0.0  # time.monotonic() when somebody last asked who is awaited
         self.verdicts: deque[Verdict] = deque()
@@ -142,11 +144,10 @@ class WatchState(GroupState):
         report = self._with_evidence(super().answer())
         if self.differing is None or report.watched is None:
             return report
-        channel, sequence = self.differing
-        own = self.calls().get(channel)
-        called = None if own is None else own.pending(sequence)
+        called = self.differing[1]
         compared = () if called is None else (_waiting(called, 0.0),)
-        return replace(report, watched=replace(report.watched, compared=compared))
+        details = {**report.details, COMPARES: True}
+        return replace(report, watched=replace(report.watched, compared=compared), details=details)
 
     def glance(self) -> Report:
         self.asked = time.monotonic()
@@ -175,6 +176,8 @@ class WatchState(GroupState):
         with self.condition:
             super().adopt(verdict, donated)
             self.verdicts.append(verdict)
+        if self.differing is not None and verdict.cause is None:
+            self.unproved.add(self.differing[0])
         self.differing = None
         self.settled.set()
         self._on_verdict()

@@ -46,6 +46,8 @@ CONNECTS_WITHIN: Final = 120.0
 
 #: In a report's details: the channels in which the collective that it waits in has begun on the device.
 STARTED: Final = "started"
+#: In a report's details: the ranks are asked about a call of theirs that may differ, and about nothing else.
+COMPARES: Final = "compares"
 #: In a report's details: the message between two ranks that its device waits in, in words.
 MESSAGE: Final = "message"
 
@@ -106,6 +108,8 @@ def analyse(
     if mismatch:
         channel, odd, sides = mismatch
         return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
+    if not overdue and any(report.details.get(COMPARES) for report in reports.values()):
+        return _finding("", stalled, {}, (), reports, waits)  # the answers do not show it, and nobody waits in vain
     if overdue:
         found = _missing(stalled, reports, silent, waits)
         if found is not None:

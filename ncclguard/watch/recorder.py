@@ -84,18 +84,24 @@ class Observation:
 class Calls:
     """The collectives of one channel that a recorder still has whole, ended or not, by their numbers.
 
-    What is issued together is recorded one by one under one number: of the first it may have forgotten some, and of the
-    last NCCL may be about to record more. What was issued before `since`, by the clock of `time.time_ns`, may be an
-    earlier group's of that name.
+    What is issued together is recorded one by one under one number: of the first it may have forgotten some (`whole`:
+    it has forgotten nothing so far), and of the last NCCL may be about to record more. What was issued before `since`,
+    by the clock of `time.time_ns`, may be an earlier group's of that name.
     """
 
     def __init__(
-        self, channel: str, ranks: tuple[int, ...], entries: Iterable[dict[str, Any]], recorder: str, since: int = 0
+        self,
+        channel: str,
+        ranks: tuple[int, ...],
+        entries: Iterable[dict[str, Any]],
+        recorder: str,
+        *,
+        since: int = 0,
+        whole: bool = True,
     ) -> None:
         self.ranks = ranks
         self._channel, self._recorder = channel, recorder
         self._entries: dict[int, list[dict[str, Any]]] = {}
-        whole = True
         for entry in entries:
             if int(entry.get("time_created_ns") or 0) < since:
                 whole = False
@@ -113,7 +119,7 @@ class Calls:
 
     def fingerprint(self, sequence: int) -> int:
         """Return what must be equal on all ranks, in 63 bits; 0 where it is not known."""
-        return _digest(tuple(_compared(entry) for entry in self._entries.get(sequence, ())))
+        return _digest(tuple(_compared(entry, ended=True) for entry in self._entries.get(sequence, ())))
 
     def pending(self, sequence: int) -> Pending | None:
         """Return one of them in full."""
@@ -216,8 +222,12 @@ class Recorder:
 
     def errors(self) -> dict[str, str]:
         """Channels whose backend has found an error by itself, with its kind: see `torch_compat.backend_error`."""
-        kinds = {c: torch_compat.backend_error(own.group, own.backend) for c, own in self._channels.items()}
-        return {channel: kind for channel, kind in kinds.items() if kind is not None}
+        found = {}
+        for channel, own in self._channels.items():
+            with contextlib.suppress(TypeError, ValueError, LookupError):  # its group was destroyed since
+                if (kind := torch_compat.backend_error(own.group, own.backend)) is not None:
+                    found[channel] = kind
+        return found
 
     def observe(self) -> Observation:
         """Read everything; takes up to 50 ms with a full recorder, so not on the healthy path."""
@@ -271,11 +281,14 @@ class Recorder:
         self._learn_groups()
         found = {}
         for recorder in self._recorders:
-            entries, _ = _by_group((torch_compat.recorder_dump(recorder, entries=True) or {}).get("entries", ()))
+            dump = (torch_compat.recorder_dump(recorder, entries=True) or {}).get("entries", ())
+            whole = not dump or dump[0].get("record_id") == 0
+            entries, _ = _by_group(dump)
             for channel, own in self._channels.items():
                 compares_itself = hasattr(own.group, "has_reached")
                 if own.recorder == recorder and channel not in self._blind and not compares_itself:
-                    found[channel] = Calls(channel, own.ranks, entries.get(own.name, ()), recorder, own.since)
+                    of_it = entries.get(own.name, ())
+                    found[channel] = Calls(channel, own.ranks, of_it, recorder, since=own.since, whole=whole)
         return found
 
     def _learn_groups(self) -> None:
@@ -502,10 +515,12 @@ def _pending(channel: str, ranks: tuple[int, ...], entry: dict[str, Any], record
     )
 
 
-def _compared(entry: dict[str, Any]) -> tuple[object, ...]:
-    """Return what must be equal on all ranks."""
+def _compared(entry: dict[str, Any], ended: bool = False) -> tuple[object, ...]:
+    """Return what must be equal on all ranks; of what has `ended`, not the dtype of parts, which may be empty."""
     name = _ONE_OPERATION.get(_name(entry), _name(entry))
     types, numels = entry.get("input_dtypes", []), [_numel(size) for size in entry.get("input_sizes", [])]
+    if ended and (name in _EQUAL_TYPES or not any(numels)):
+        return name, *(numels if name in _EQUAL_SIZES else ())
     if name in _EQUAL_SUMS:
         return name, sum(numels), *sorted(set(types))
     if name in _EQUAL_SIZES:

@@ -299,7 +299,9 @@ class Watcher:
         self._stood = -math.inf  # time.monotonic() when some did last
         self._sampler = Sampler(Recorder(), rank, self._in_guarded_call, self._config.slow_ranks == "watch")
         self._search = SlowSearch(monitor, self._sampler, self._slow_found)
-        self._comparison = Comparison(monitor, state, self._calls_counted, self._ask, self._wakes)
+        self._comparison = Comparison(
+            monitor, state, self._calls_counted, self._channel_concerns, self._ask, self._wakes
+        )
         self._slow: deque[tuple[SlowRanks | None, int]] = deque()  # findings not told of here yet, and who judged
         self._hide: Callable[[], None] = lambda: None  # from `ncclguard top`
         self._thread = threading.Thread(target=self._run, name="ncclguard-watch", daemon=True)
@@ -620,8 +622,11 @@ class Watcher:
         return now - seen[1] >= AGAIN and any(p.key == key for p in self._state.observation.pending)
 
     def _concerns(self, pending: Pending) -> bool:
+        return self._channel_concerns(pending.channel)
+
+    def _channel_concerns(self, channel: str) -> bool:
         group = self._settings.group
-        return group is None or pending.channel.rpartition(":")[0] == torch_compat.recorded_name(group)
+        return group is None or channel.rpartition(":")[0] == torch_compat.recorded_name(group)
 
     def _limit(self, pending: Pending) -> float:
         own = limits.get(pending.channel.rpartition(":")[0])

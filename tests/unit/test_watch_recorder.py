@@ -145,7 +145,7 @@ def test_calls_that_were_issued_together_are_compared_as_one_and_only_where_all_
     around = [entry("all_reduce", 3), *parts, entry("all_reduce", 5), entry("all_reduce", 6)]
 
     def calls(entries: list[dict[str, Any]], kind: str = "nccl", since: int = 0) -> recorder.Calls:
-        return recorder.Calls("0:nccl", (0, 1), entries, kind, since)
+        return recorder.Calls("0:nccl", (0, 1), entries, kind, since=since)
 
     whole, cut = calls(around), calls(around[2:])
     assert (whole.fingerprint(3), whole.fingerprint(6), cut.fingerprint(4)) == (0, 0, 0)
@@ -158,6 +158,8 @@ def test_calls_that_were_issued_together_are_compared_as_one_and_only_where_all_
     assert [of_both.fingerprint(number) != 0 for number in (1, 2, 3, 4)] == [False, True, True, True]
     assert of_both.fingerprint(2) == fingerprint("all_reduce")
     assert calls(earlier, "gloo", since=5).last == 0
+    forgetful = recorder.Calls("0:nccl", (0, 1), [entry("coalesced", 1), *later[1:]], "gloo", whole=False)
+    assert [forgetful.fingerprint(number) != 0 for number in (1, 2)] == [False, True]  # it closes forgotten messages
     together = whole.pending(4)
     assert together is not None and together.fingerprint == whole.fingerprint(4) != fingerprint("allreduce_coalesced")
     assert whole.pending(7) is None
@@ -180,3 +182,23 @@ def test_two_functions_for_one_operation_fit_each_other(
     """A list of tensors, or one tensor of all: NCCL and gloo do the same."""
     marks = [fingerprint(name, sizes=sizes) for name, sizes in (one, other)]
     assert (marks[0] == marks[1]) is fits
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "fits"),
+    [
+        (("all_to_all", [[0, 8]], ["Float"]), ("all_to_all", [[4, 8]], ["BFloat16"]), True),
+        (("gather", [[4]], ["Float"]), ("gather", [[4]], ["Int"]), True),
+        (("all_reduce", [[0]], ["Float"]), ("all_reduce", [[0]], ["Int"]), True),
+        (("all_reduce", [[1]], ["Float"]), ("all_reduce", [[1]], ["Int"]), False),
+        (("all_reduce", [[0]], ["Float"]), ("all_reduce", [[1]], ["Float"]), False),
+        (("all_to_all", [[0, 8]], ["Float"]), ("all_gather", [[0, 8]], ["Float"]), False),
+    ],
+)
+def test_of_what_has_ended_the_dtype_of_an_empty_part_is_not_compared(one: Any, other: Any, fits: bool) -> None:
+    """A rank without tokens gives whatever is empty, and takes part in a mixture of experts all the same."""
+    calls = [
+        recorder.Calls("0:gloo", (0, 1), [entry(name, 1, sizes=sizes, types=types)], "gloo")
+        for name, sizes, types in (one, other)
+    ]
+    assert (calls[0].fingerprint(1) == calls[1].fingerprint(1)) is fits
