@@ -96,6 +96,12 @@ ADVICE_WATCHED = {
     ),
 }
 
+#: That of ranks that have ended with the error of an earlier call, whose verdict is not known here.
+ADVICE_ENDED_BY_EARLIER = tr(
+    "An earlier call had failed there, and its error has ended that rank: the report of that failure, or the output of "
+    "that rank, tells whose fault it was."
+)
+
 #: That of a call that differs, and has ended nevertheless.
 ADVICE_ENDED_NEVERTHELESS = tr(
     "What it has given is not to be trusted on any rank, nor what was computed from it since: go on from a checkpoint of "

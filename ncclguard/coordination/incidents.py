@@ -33,6 +33,7 @@ from ncclguard_explain.cause import (
     ADVICE,
     ADVICE_ABORTED,
     ADVICE_ABORTED_BY_OTHERS,
+    ADVICE_ENDED_BY_EARLIER,
     ADVICE_ENDED_NEVERTHELESS,
     ADVICE_EVALUATION_IN_PART,
     ADVICE_GOES_ON,
@@ -179,7 +180,7 @@ def has_no_report_beside(known: Incident, later: Incident, guarded: bool) -> boo
     """Return whether a known incident tells of the same fault, even where the later was decided at the same time."""
     if guarded:
         return goes_on(known, later)
-    return is_of_guarded_calls(later) and _names_the_same_dead(known, later)
+    return _has_the_same_sides(known, later) or (is_of_guarded_calls(later) and _names_the_same_dead(known, later))
 
 
 def _still_holds(known: Incident, later: Incident, done: Mapping[int, int]) -> bool:
@@ -266,6 +267,8 @@ def _advice(
             "It ran out of memory: smaller batches there, or less that is held beside them (graphs of losses, outputs on "
             "the GPU)."
         )
+    if cause is Cause.FAILED and blamed and all(is_repeat(str(one.exception)) for one in blamed):
+        return ADVICE_ENDED_BY_EARLIER
     if cause is Cause.STUCK:
         return _advice_on_stuck(blamed, state) or advice
     if cause is Cause.DIVERGED and any("killed by SIGABRT" in (one.note or "") and one.cause is None for one in ranks):
@@ -437,7 +440,20 @@ def _names_the_same_dead(known: Incident, later: Incident) -> bool:
 def _shows_its_side(known: Incident, later: Incident) -> bool:
     """Return whether ranks diverged by what a known incident shows, and the later one has nobody to name for it."""
     told = [{text for text, _ in one.sides if _NUMBERED.search(text)} for one in (known, later)]
-    return later.cause is Cause.DIVERGED and not later.culprits and not told[0].isdisjoint(told[1])
+    if later.cause is not Cause.DIVERGED or later.culprits:
+        return False
+    return not told[0].isdisjoint(told[1]) or _has_the_same_sides(known, later, numbered=False)
+
+
+def _has_the_same_sides(known: Incident, later: Incident, numbered: bool = True) -> bool:
+    """Return whether ranks wait for each other in two groups, of which a known incident is about the other one.
+
+    `numbered`: one of the calls must be known by its number, since equal calls may differ again.
+    """
+    if not (known.cause is later.cause is Cause.DIVERGED) or len(known.sides) < 2:
+        return False
+    sides = [{(ranks, text.partition(" of group ")[0]) for text, ranks in one.sides} for one in (known, later)]
+    return sides[0] == sides[1] and (not numbered or any(_NUMBERED.search(text) for _, text in sides[0]))
 
 
 def _same_standstill(before: RankReport, now: RankReport, tried_again: bool) -> bool:
@@ -721,6 +737,10 @@ def _summary(
                 "{because}: the same call with another `chunk_numel`, `max_attempts` or `on_lost`", because=because
             )
         return tr("{failed}: {because}.", failed=failed, because=because)
+    if verdict.cause is Cause.DIVERGED and _of_groups(verdict.sides) and _has_majority(verdict.sides):
+        return tr(
+            "{failed}: the ranks made the same call on different groups, and nothing tells who is wrong.", failed=failed
+        )
     if verdict.cause is Cause.DIVERGED and _of_groups(verdict.sides):
         return tr(
             "{failed}: the ranks made the same call on different groups, and no side is a majority.", failed=failed
@@ -731,13 +751,12 @@ def _summary(
             "side is a majority.",
             failed=failed,
         )
-    if verdict.cause is Cause.UNKNOWN and interrupted_from_outside(reports, departed, silent):
+    interrupted = interrupted_from_outside(reports, departed, silent)
+    if verdict.cause is Cause.UNKNOWN and (interrupted or ended_from_outside(reports, departed, silent)):
         not_come = (
             _not_come(verdict.sequence, reports, departed) if guarded else _not_issued(channel, verdict, departed)
         )
-        return _said_of_interrupted(failed, not_come, departed, placed)
-    if verdict.cause is Cause.UNKNOWN and ended_from_outside(reports, departed, silent):
-        return tr("{failed}: all ranks were ended from outside, with SIGTERM.", failed=failed)
+        return _said_of_ended(failed, interrupted, not_come, departed, placed)
     if verdict.cause is Cause.DIVERGED and _has_majority(verdict.sides):
         return tr("{failed}: the ranks were in different operations, and nothing tells who is wrong.", failed=failed)
     if verdict.cause is Cause.DIVERGED:
@@ -756,26 +775,27 @@ def _summary(
     return tr("{failed}: {because}.", failed=failed, because=cause)
 
 
-def _said_of_interrupted(
-    failed: Message, not_come: Sequence[int], departed: Mapping[int, Departure], placed: Hosts
+def _said_of_ended(
+    failed: Message, interrupted: bool, not_come: Sequence[int], departed: Mapping[int, Departure], placed: Hosts
 ) -> Message:
     """Say also who had not come to what the others waited in, and where: a fact, and before the limit no fault."""
+    how = tr("with Ctrl-C") if interrupted else tr("with SIGTERM")
+    ended = tr("{failed}: all ranks were ended from outside, {how}", failed=failed, how=how)
     if not not_come:
-        return tr("{failed}: all ranks were ended from outside, with Ctrl-C.", failed=failed)
-    places = {departed[rank].text.partition(" at ")[2] if rank in departed else "" for rank in not_come}
+        return tr("{what}.", what=ended)
+    places = {_left_at(departed[rank]) if rank in departed else "" for rank in not_come}
     place = places.pop() if len(places) == 1 else ""
+    ranks = placed.text(not_come)
     if not place:
-        return tr(
-            "{failed}: all ranks were ended from outside, with Ctrl-C; {ranks} had not come to it.",
-            failed=failed,
-            ranks=placed.text(not_come),
-        )
-    return tr(
-        "{failed}: all ranks were ended from outside, with Ctrl-C; {ranks} had not come to it, interrupted at {place}.",
-        failed=failed,
-        ranks=placed.text(not_come),
-        place=place,
-    )
+        return tr("{ended}; {ranks} had not come to it.", ended=ended, ranks=ranks)
+    return tr("{ended}; {ranks} had not come to it, interrupted at {place}.", ended=ended, ranks=ranks, place=place)
+
+
+def _left_at(left: Departure) -> str:
+    """Return where the program of a rank was when it was ended, by its exception or its stack; empty where unknown."""
+    stack = _frames(left.details.get("stack"))
+    own = innermost_of_program(stack)
+    return left.text.partition(" at ")[2] or ("" if own is None else stack[own].partition(": ")[0])
 
 
 def _not_issued(channel: str, verdict: Verdict, departed: Mapping[int, Departure]) -> list[int]:
@@ -851,6 +871,8 @@ def _alone_to_blame(
     if cause is not Cause.FAILED:
         return ""
     text = _raised(rank, reports, departed)
+    if is_repeat(text):
+        return tr("{ranks} raised {exception}, the error of an earlier call", ranks=placed.text([rank]), exception=text)
     return tr("{ranks} raised {exception}", ranks=placed.text([rank]), exception=text.rstrip(".。")) if text else ""
 
 

@@ -510,7 +510,8 @@ def _sides(sides: Sequence[tuple[str, tuple[int, ...]]], placed: Hosts) -> list[
 
 def _ended(reports: Iterable[RankReport]) -> list[str]:
     """Return how processes have ended that are not to blame: gloo aborts one that is sent more than it expects."""
-    notes = [report.note for report in reports if report.state == "departed" and report.cause is None and report.note]
+    ended = [report for report in reports if report.state == "departed" and report.cause is None]
+    notes = [report.note for report in ended if report.note and "killed by" in report.note]
     return [f"  {told('ended since: {note}', note=read(note))}" for note in notes[:SHOWN_GROUPS]]
 
 

@@ -298,7 +298,23 @@ def interrupted_from_outside(reports: Mapping[int, Report], departed: Mapping[in
     sent = all(
         rank in departed or rank in raising or report.details.get(INTERRUPTED) for rank, report in reports.items()
     )
-    return sent and not silent and (bool(raising) or any(map(is_interrupt, departed.values())))
+    ended = bool(raising) or any(map(is_interrupt, departed.values())) or killed_after_interrupt(reports, departed)
+    return sent and not silent and ended
+
+
+def killed_after_interrupt(reports: Mapping[int, Report], departed: Mapping[int, Departure]) -> bool:
+    """Return whether some ranks are lost and all others were sent SIGINT: a launcher has killed who did not react.
+
+    A rank in a call of gloo's does not, and torchrun waits for 30 s.
+    """
+    left = [report for rank, report in reports.items() if rank not in departed]
+    lost = any(one.cause is Cause.LOST for one in departed.values())
+    return lost and bool(left) and all(report.details.get(INTERRUPTED) for report in left)
+
+
+def is_sent_away(departure: Departure, killed: bool) -> bool:
+    """Return whether a rank was ended with all the others: by SIGTERM or Ctrl-C, or `killed` after that."""
+    return departure.terminated or is_interrupt(departure) or (killed and departure.cause is Cause.LOST)
 
 
 def decide(
@@ -413,7 +429,8 @@ def _blame(
         gone = by_themselves
     if interrupted_from_outside(reports, departed, silent):  # who raised or left because of that is not to blame
         raised = {rank: cause for rank, cause in raised.items() if not raises_interrupt(reports[rank])}
-        gone = {rank: cause for rank, cause in gone.items() if not is_interrupt(departed[rank])}
+        killed = killed_after_interrupt(reports, departed)
+        gone = {rank: cause for rank, cause in gone.items() if not is_sent_away(departed[rank], killed)}
     if raised or gone:
         return {**gone, **raised}, ()
     if gave_up:  # the reason is in another verdict: named where there is nobody else

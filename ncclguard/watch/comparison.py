@@ -129,7 +129,7 @@ class Comparison:
         self._compared = moved
         self._due = now + max(self._interval, self._took / SHARE)
         self._interval = min(2 * self._interval, LONGEST)
-        if self._monitor.rank == ranks[0]:
+        if ranks[:1] == [self._monitor.rank]:
             self._monitor.post({"kind": _COMPARE, "members": ranks, "number": self._wanted + 1})
 
     def _compare(self, reading: _Reading, store: AgreementStore) -> None:

@@ -32,7 +32,8 @@ from ncclguard.protocol.decision import (
     divergence,
     ended_from_outside,
     interrupted_from_outside,
-    is_interrupt,
+    is_sent_away,
+    killed_after_interrupt,
     largest_first,
 )
 from ncclguard.torch_compat.groups import broken_collective
@@ -89,6 +90,10 @@ def analyse(
     """Find the collective that holds everything up, and who is to blame for it, strongest evidence first."""
     waits = {rank: _waits(report) for rank, report in reports.items()}
     stalled = _stalled(waits)
+    more = _made_more_calls(stalled, departed, waits)
+    if more is not None:
+        channel, odd, sides = more
+        return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
     gone = _gone(stalled, departed, reports, silent)
     raised = {
         rank: Cause.FAILED
@@ -239,13 +244,12 @@ def _gone(
         and not (d.cause is Cause.FAILED and (is_consequence(d.text) or is_repeat(d.text)))
         and (spent or not has_issued(d, {c: sequence for c, (sequence, m) in stalled.items() if rank in m}))
     }
+    killed = killed_after_interrupt(reports, departed)
     consequence = silent or _ended_from_outside(reports, departed, silent)
     for sent_away in (False,) if consequence else (False, True):  # launchers end all when one is gone
         for cause in (Cause.FAILED, Cause.LOST, Cause.EXITED):
             ranks: dict[int, Cause] = {
-                rank: cause
-                for rank, d in found.items()
-                if d.cause is cause and (d.terminated or is_interrupt(d)) is sent_away
+                rank: cause for rank, d in found.items() if d.cause is cause and is_sent_away(d, killed) is sent_away
             }
             if ranks:
                 return ranks
@@ -254,6 +258,36 @@ def _gone(
 
 def _ended_from_outside(reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Silent) -> bool:
     return ended_from_outside(reports, departed, silent) or interrupted_from_outside(reports, departed, silent)
+
+
+def _made_more_calls(
+    stalled: Mapping[str, tuple[int, tuple[int, ...]]],
+    departed: Mapping[int, Departure],
+    waits: Mapping[int, tuple[Waiting, ...]],
+) -> tuple[str, tuple[int, ...], Sides] | None:
+    """Return the channel in which few wait while most have ended well after equally many calls, who, and the sides.
+
+    Such as where a loader has more batches on one rank.
+    """
+    for channel, (sequence, members) in sorted(stalled.items()):
+        left = {
+            rank: departed[rank].watched
+            for rank in members
+            if rank in departed and departed[rank].cause is Cause.EXITED and not departed[rank].terminated
+        }
+        waiting = {
+            rank: wait.text
+            for rank in members
+            for wait in waits.get(rank, ())
+            if (wait.channel, wait.sequence) == (channel, sequence)
+        }
+        numbers = {None if said is None else said.issued.get(channel) for said in left.values()}
+        if 2 * len(left) > len(members) and {*left, *waiting} == {*members} and len(numbers) == 1:
+            number = numbers.pop()
+            if number is not None and number < sequence:
+                text = f"nothing more: {departed[min(left)].text}"
+                return channel, tuple(waiting), largest_first([(text, [*left]), (waiting[min(waiting)], [*waiting])])
+    return None
 
 
 def _mismatch(
@@ -441,7 +475,10 @@ def _has_just_come(
 
     Not where torch gave up, by a limit of its own: its watchdog is about to end that process.
     """
-    sequence = stalled.get(channel, (0, ()))[0]
+    sequence, members = stalled.get(channel, (0, ()))
+    freed = [r for rank, r in reports.items() if rank in members and r.elsewhere and 0 < r.free_for < TELLING_AFTER]
+    if freed:  # it waited in another call until the others gave that up
+        return True
     inside = [
         (rank, wait)
         for rank, items in waits.items()

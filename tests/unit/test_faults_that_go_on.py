@@ -183,6 +183,51 @@ def test_an_evaluation_that_some_ranks_call_is_told_to_be_called_on_all(other: s
     assert not (in_part and incident.further)
 
 
+def of_two_groups(*sides: tuple[str, tuple[int, ...]], culprits: tuple[int, ...] = (1,), group: str = "0") -> Incident:
+    """A verdict on ranks that wait for each other in two groups, as one of these groups sees it."""
+    causes = tuple((rank, Cause.DIVERGED) for rank in culprits)
+    verdict = Verdict(0, 1, Action.FAIL, Cause.DIVERGED, causes, (0, 1, 2), sides=sides)
+    reports = {rank: entered(rank) for rank in (0, 1, 2)}
+    return Incident.from_json(summarise(verdict, reports, {}, {}, GroupState(group, 0, (0, 1, 2))))
+
+
+def test_a_fault_that_two_groups_feel_is_one() -> None:
+    """The same ranks on the same sides, each call without its group in the group's own verdict."""
+    first = of_two_groups(("all_reduce(f)", (0, 2)), ("all_reduce(f) of group 1:cpu (ranks 0-2)", (1,)))
+    second = of_two_groups(("all_reduce(f) of group 2:cpu (ranks 0-2)", (0, 2)), ("all_reduce(f)", (1,)), culprits=())
+    assert goes_on(first, second)
+    assert "nothing tells who is wrong" in second.summary and "no side is a majority" not in second.summary
+    assert not goes_on(first, second.model_copy(update={"culprits": (1,)})), "it may be another one"
+    ddp = "all_reduce(Float [577], group 0 default_pg, number 18)"
+    guarded = of_two_groups(("all_reduce(f)", (0, 2)), (ddp, (1,)))
+    watched = of_two_groups(("all_reduce(f) of group 0:cpu (ranks 0-2)", (0, 2)), (ddp, (1,)))
+    assert incidents.has_no_report_beside(guarded, watched, guarded=False)
+    other = of_two_groups(("all_reduce(f) of group 0:cpu (ranks 0-2)", (0, 1)), (ddp, (2,)), culprits=(2,))
+    assert not incidents.has_no_report_beside(guarded, other, guarded=False)
+
+
+def test_who_ended_by_an_earlier_error_has_nothing_to_fix() -> None:
+    """The verdict of another group has ended rank 2, whose error names that operation."""
+    text = "CollectiveMismatch (2:cpu:865c6391/1)"
+    verdict = Verdict(0, 1, Action.FAIL, Cause.FAILED, ((2, Cause.FAILED),), (0, 1, 2))
+    left = {2: Departure(2, Cause.FAILED, text)}
+    incident = Incident.from_json(summarise(verdict, {1: entered(1)}, left, {}, GroupState("1", 1, (0, 1, 2))))
+    assert "the error of an earlier call" in incident.summary
+    assert "Fix the exception" not in incident.advice
+
+
+def test_sigterm_on_a_call_that_waits_says_who_had_not_come() -> None:
+    """A scheduler ends the job at its limit."""
+    stack = ["train.py:12 in <module>: main()", "train.py:8 in save: write()"]
+    text = "was sent SIGTERM"
+    left = {rank: Departure(rank, Cause.LOST, text, terminated=True, details={"stack": stack}) for rank in (0, 1, 2)}
+    reports = {0: entered(0), 2: entered(2)}
+    verdict = decide(0, (0, 1, 2), reports, left, {})
+    incident = Incident.from_json(summarise(verdict, reports, left, {}, GroupState("0", 0, (0, 1, 2))))
+    assert incident.culprits == ()
+    assert "with SIGTERM; rank 1 had not come to it, interrupted at train.py:8 in save." in incident.summary
+
+
 def test_who_was_aborted_by_what_the_others_sent_stands_in_the_panel() -> None:
     """gloo ended rank 0, and of two that differ nobody is named."""
     sides = (("all_reduce(Double)", (1,)), ("all_reduce(Float)", (2,)))

@@ -490,3 +490,56 @@ def test_of_what_has_ended_the_odd_ones_are_named_by_a_majority_of_all(
         assert (
             verdict_of(judged(*busy, overdue=False), 0, WORLD, departed={}, expired=False, coordinator=0).cause is None
         )
+
+
+def ended_well(rank: int, issued: int, **facts: Any) -> Departure:
+    """A rank whose program has ended after so many collectives."""
+    said = Watched(issued={"0:gloo": issued})
+    return Departure(rank, Cause.EXITED, "ended its program", watched=said, **facts)
+
+
+@pytest.mark.parametrize(
+    ("issued", "cause", "culprits"),
+    [
+        ({0: 8, 2: 8, 3: 8}, "diverged", {1}),  # a loader has one batch more on rank 1
+        ({0: 8, 2: 8, 3: 7}, "exited", {0, 2, 3}),  # they have not ended alike
+        ({2: 8, 3: 8}, "exited", {2, 3}),  # rank 0 is elsewhere, and two of four are no majority
+        ({3: 8}, "exited", {3}),
+    ],
+)
+def test_who_calls_more_than_most_that_have_ended_is_odd(
+    issued: dict[int, int], cause: str, culprits: set[int]
+) -> None:
+    left = {rank: ended_well(rank, number) for rank, number in issued.items()}
+    others = [said(rank, done={"0:gloo": 8}) for rank in WORLD if rank not in left and rank != 1]
+    finding = judged(said(1, world(9)), *others, departed=left, overdue=False)
+    assert (set(finding.causes), {str(one) for one in finding.causes.values()}) == (culprits, {cause}), finding
+    assert (len(finding.sides) == 2) == (cause == "diverged")
+    if cause == "diverged":
+        assert finding.sides[0] == ("nothing more: ended its program", (0, 2, 3))
+
+
+def test_ranks_that_were_sent_sigterm_have_not_ended_well() -> None:
+    left = {rank: ended_well(rank, 8, terminated=True) for rank in (0, 2, 3)}
+    assert "diverged" not in {
+        str(one) for one in judged(said(1, world(9)), departed=left, overdue=False).causes.values()
+    }
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_who_is_killed_because_it_does_not_react_to_ctrl_c_is_not_lost(sent: bool) -> None:
+    """Torchrun sends SIGINT to all, and SIGKILL to those that are in a call of gloo's after 30 s."""
+    left = {rank: Departure(rank, Cause.LOST, "process 7 has ended: killed by SIGKILL") for rank in (0, 1)}
+    live = [said(rank, world(9), details={INTERRUPTED: True} if sent else {}) for rank in (2, 3)]
+    finding = judged(*live, departed=left, overdue=False)
+    assert set(finding.causes) == (set() if sent else {0, 1}), finding
+    assert str(finding.cause) == "unknown"
+
+
+def test_a_rank_that_has_just_left_another_call_lets_what_waited_for_it_go_on() -> None:
+    """The others' guarded call failed at the same limit, and they have come since: the network is not at fault."""
+    came = [said(rank, done={"0:gloo": 9}, elsewhere="all_reduce()", free_for=0.1) for rank in (0, 2, 3)]
+    trouble = Trouble(TroubleKind.DEADLINE, "late")
+    assert judged(said(1, world(9), trouble=trouble), *came).channel == ""
+    long_ago = [replace(report, free_for=4.0) for report in came]
+    assert str(judged(said(1, world(9), trouble=trouble), *long_ago).cause) == "network"
