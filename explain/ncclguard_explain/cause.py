@@ -96,6 +96,13 @@ ADVICE_WATCHED = {
     ),
 }
 
+#: That of a call with a source or destination that only stands still.
+ADVICE_SOURCE_FIRST = tr(
+    "Compare the source or destination that each rank gives (`src=`, `dst=`): it is not recorded, and where it differs a call "
+    "stands still like this. If it is the same everywhere: {network}",
+    network=ADVICE[Cause.NETWORK],
+)
+
 #: That of ranks that have ended with the error of an earlier call, whose verdict is not known here.
 ADVICE_ENDED_BY_EARLIER = tr(
     "An earlier call had failed there, and its error has ended that rank: the report of that failure, or the output of "

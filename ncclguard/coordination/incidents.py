@@ -41,6 +41,7 @@ from ncclguard_explain.cause import (
     ADVICE_INTERRUPTED,
     ADVICE_MAY_HAVE_ABORTED,
     ADVICE_OUTSIDE,
+    ADVICE_SOURCE_FIRST,
     ADVICE_WATCHED,
     SEE_LOST,
     WORD,
@@ -269,6 +270,12 @@ def _advice(
         )
     if cause is Cause.FAILED and blamed and all(is_repeat(str(one.exception)) for one in blamed):
         return ADVICE_ENDED_BY_EARLIER
+    if (
+        cause is Cause.NETWORK
+        and not state.guarded
+        and text.partition("(")[0] in ("broadcast", "reduce", "gather", "scatter")
+    ):
+        return ADVICE_SOURCE_FIRST
     if cause is Cause.STUCK:
         return _advice_on_stuck(blamed, state) or advice
     if cause is Cause.DIVERGED and any("killed by SIGABRT" in (one.note or "") and one.cause is None for one in ranks):

@@ -106,7 +106,7 @@ def _tags(document: Document) -> list[Message]:
     incident = document.incident
     gone = {report.rank for report in incident.ranks} - set(incident.participants)
     count = tr("{count} ranks of {size}", count=len(incident.participants), size=document.world_size)
-    tags = [tr("goes on with {ranks}", ranks=count) if gone else count]
+    tags = [tr("{ranks} still running at the verdict", ranks=count) if gone else count]
     if incident.timeout is not None:
         passed = tr("passed") if incident.deadline_expired else tr("not passed")
         tags.append(tr("limit {time}, {passed}", time=duration(incident.timeout), passed=passed))
