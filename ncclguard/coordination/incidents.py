@@ -787,15 +787,25 @@ def _said_of_ended(
 ) -> Message:
     """Say also who had not come to what the others waited in, and where: a fact, and before the limit no fault."""
     how = tr("with Ctrl-C") if interrupted else tr("with SIGTERM")
-    ended = tr("{failed}: all ranks were ended from outside, {how}", failed=failed, how=how)
     if not not_come:
-        return tr("{what}.", what=ended)
+        return tr("{failed}: all ranks were ended from outside, {how}.", failed=failed, how=how)
     places = {_left_at(departed[rank]) if rank in departed else "" for rank in not_come}
     place = places.pop() if len(places) == 1 else ""
     ranks = placed.text(not_come)
     if not place:
-        return tr("{ended}; {ranks} had not come to it.", ended=ended, ranks=ranks)
-    return tr("{ended}; {ranks} had not come to it, interrupted at {place}.", ended=ended, ranks=ranks, place=place)
+        return tr(
+            "{failed}: all ranks were ended from outside, {how}; {ranks} had not come to it.",
+            failed=failed,
+            how=how,
+            ranks=ranks,
+        )
+    return tr(
+        "{failed}: all ranks were ended from outside, {how}; {ranks} had not come to it, interrupted at {place}.",
+        failed=failed,
+        how=how,
+        ranks=ranks,
+        place=place,
+    )
 
 
 def _left_at(left: Departure) -> str:
