@@ -509,7 +509,8 @@ def _without_majority(
 ) -> tuple[dict[int, Cause], Sides]:
     """Two groups waiting for each other accuse nobody unless one side is the larger: show both sides.
 
-    Where somebody is in no call at all, or silent, those that wait elsewhere may wait for that one.
+    The larger may be in a collective of torch's own, whose members are known. Where somebody is in no call at all, or
+    silent, those that wait elsewhere may wait for that one.
     """
     elsewhere = {rank for rank, cause in missing.items() if cause is Cause.DIVERGED}
     if not elsewhere:
@@ -525,7 +526,19 @@ def _without_majority(
     alone = len(elsewhere) == len(missing)
     if alone and 2 * len(entered) > len(entered) + len(elsewhere) and not makes_group:
         return missing, shown
+    if alone and len(shown) == 2 and len(elsewhere) > len(entered) and _all_wait_for(elsewhere, entered, reports):
+        return dict.fromkeys(sorted(entered), Cause.DIVERGED), shown
     return {rank: cause for rank, cause in missing.items() if rank not in elsewhere}, shown
+
+
+def _all_wait_for(ranks: Iterable[int], others: Iterable[int], reports: Mapping[int, Report]) -> bool:
+    """Return whether each of these ranks waits, by what it says, in a collective of torch's own with all the others."""
+
+    def waits(report: Report) -> bool:
+        known = () if report.watched is None else report.watched.waits
+        return any(one.text == report.elsewhere and {*others} <= {*one.members} for one in known)
+
+    return all(waits(reports[rank]) for rank in ranks)
 
 
 def _came_last(entered: Mapping[int, Report]) -> tuple[dict[int, Cause], Sides]:

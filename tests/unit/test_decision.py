@@ -50,7 +50,7 @@ def test_ranks_that_wait_in_torchs_own_collective_for_one_in_the_operation_are_n
         }
         return verdict_on(*waits_outside(reports).values())
 
-    assert (found(11).cause, found(11).culprits) == (Cause.DIVERGED, ())
+    assert (found(11).cause, found(11).culprits) == (Cause.DIVERGED, ((1, Cause.DIVERGED),))
     assert found(11).sides == (("all_reduce(number 12)", (0, 2)), ("op7", (1,)))
     assert found(11, inside=(0, 2)).culprits == ((1, Cause.DIVERGED),)
     late = ((0, Cause.LATE), (2, Cause.LATE))
@@ -403,3 +403,25 @@ def test_a_rank_that_promised_before_it_left_does_not_take_part_again() -> None:
     reports = [entered(rank, shrink=True) for rank in range(3)]
     found = verdict_on(*reports, departed={2: Departure(2, Cause.EXITED)})
     assert (found.action, found.participants) == (Action.RESUME, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("texts", "members", "named"),
+    [
+        (("all_reduce(number 9)",) * 3, (0, 1, 2, 3), (0,)),
+        (("all_reduce(number 9)",) * 3, (1, 2, 3, 4), ()),  # they may wait for another one there
+        (("all_reduce(number 9)", "all_reduce(number 9)", "broadcast(number 9)"), (0, 1, 2, 3), ()),
+        (("all_reduce(number 9)",) * 1, (0, 1), ()),  # one against one
+    ],
+)
+def test_who_calls_the_guard_where_most_call_torchs_own_is_odd(
+    texts: tuple[str, ...], members: tuple[int, ...], named: tuple[int, ...]
+) -> None:
+    """Rank 0 is in a guarded barrier, and the others are in a step of DDP, which waits for it."""
+    others = []
+    for rank, text in enumerate(texts, 1):
+        waits = (Waiting("0:gloo", members, 9, 1, text, 5.0),)
+        others.append(replace(outside(rank, elsewhere=text), watched=Watched(waits=waits)))
+    found = verdict_on(entered(0, trouble=DEADLINE), *others)
+    assert (found.culprit_ranks, str(found.cause)) == (named, "diverged"), found
+    assert len(found.sides) == 1 + len({*texts})
