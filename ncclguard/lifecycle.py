@@ -33,6 +33,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import math
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -285,17 +286,17 @@ class Termination:
         writer.close()
 
 
-_interrupted = False
+_interrupted = -math.inf  # time.monotonic()
 
 
 def _note_interrupt() -> None:
     global _interrupted
-    _interrupted = True
+    _interrupted = time.monotonic()
 
 
-def was_interrupted() -> bool:
-    """Return whether SIGINT has come, as far as it is listened for: the main thread may sit in a C call since."""
-    return _interrupted
+def since_interrupt() -> float:
+    """Return the seconds since SIGINT has come, as far as it is listened for; the main thread may sit in a C call."""
+    return time.monotonic() - _interrupted
 
 
 def _default_action() -> None:

@@ -125,7 +125,7 @@ def summarise(
         summary=_summary(text, verdict, causes, waited, reports, departed, silent, state.guarded, placed, state.key),
         advice=advice,
         further=""
-        if outside or _evaluates_in_part(verdict.sides)
+        if outside or advice in (ADVICE_ENDED_NEVERTHELESS, ADVICE_EVALUATION_IN_PART)
         else _further(text, verdict.cause, state, resumed, told),
         sides=model.sides(verdict.sides),
         decided_after=None if state.decided_after is None else round(state.decided_after, 3),

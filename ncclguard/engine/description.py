@@ -20,7 +20,7 @@ from ncclguard.coordination.monitor import Monitor
 from ncclguard.incident.stacks import call_site_of, main_thread_stack, other_threads, programs_thread, thread_stack
 from ncclguard.incident.timeline import KEPT, PastTuple, snapshot
 from ncclguard.outcome import Outcome
-from ncclguard.protocol.decision import INTERRUPTED, Phase, Report
+from ncclguard.protocol.decision import INTERRUPT_COUNTS, INTERRUPTED, Phase, Report
 
 #: Bytes of the details of all reports of a group together, and the most and least that one may have.
 ALL_REPORTS: Final = 16 << 20
@@ -101,7 +101,7 @@ class Description:
         if report.phase is Phase.NONE or report.details.get(ISSUERS):
             others = [one for one in other_threads() if one[0] != thread]
             details["threads"] = [["MainThread", list(main_thread_stack())], *others] if thread else others
-        if lifecycle.was_interrupted():
+        if lifecycle.since_interrupt() < INTERRUPT_COUNTS:
             details[INTERRUPTED] = True
         details |= report.details
         trouble = report.trouble

@@ -278,6 +278,8 @@ def ended_from_outside(reports: Mapping[int, Report], departed: Mapping[int, Dep
 
 #: In a report's details: this rank was sent SIGINT, whatever its main thread is in.
 INTERRUPTED: Final = "interrupted"
+#: Seconds for which that counts: torchrun kills who does not react after 30 s, and a notebook goes on.
+INTERRUPT_COUNTS: Final = 60.0
 
 
 def is_interrupt(departure: Departure) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 import ncclguard
 from ncclguard import lifecycle
+from ncclguard.protocol.decision import INTERRUPT_COUNTS
 
 pytestmark = pytest.mark.processes
 
@@ -147,3 +148,15 @@ def test_an_exception_that_ends_the_program_is_announced_before_it_is_printed(
 def test_importing_it_needs_no_torch() -> None:
     said, _ = lines("import sys; print('torch' in sys.modules, flush=True); os._exit(0)")
     assert said == ["False"]
+
+
+def test_an_interrupt_counts_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook goes on after it, and what befalls a rank an hour later is no Ctrl-C on the job."""
+    now = 1000.0
+    monkeypatch.setattr(lifecycle, "_interrupted", -float("inf"))
+    monkeypatch.setattr(lifecycle.time, "monotonic", lambda: now)
+    assert lifecycle.since_interrupt() == float("inf")
+    lifecycle._note_interrupt()
+    assert lifecycle.since_interrupt() == 0.0
+    now += INTERRUPT_COUNTS
+    assert lifecycle.since_interrupt() >= INTERRUPT_COUNTS
