@@ -113,7 +113,8 @@ def analyse(
     if mismatch:
         channel, odd, sides = mismatch
         return _finding(channel, stalled, dict.fromkeys(odd, Cause.DIVERGED), sides, reports, waits, Cause.DIVERGED)
-    if not overdue and any(report.details.get(COMPARES) for report in reports.values()):
+    kinds = {report.trouble.kind for report in reports.values() if report.trouble is not None}
+    if kinds <= {TroubleKind.MISMATCH} and any(report.details.get(COMPARES) for report in reports.values()):
         return _finding("", stalled, {}, (), reports, waits)  # the answers do not show it, and nobody waits in vain
     if overdue:
         found = _missing(stalled, reports, silent, waits)
