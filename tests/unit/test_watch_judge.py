@@ -487,9 +487,10 @@ def test_of_what_has_ended_the_odd_ones_are_named_by_a_majority_of_all(
         assert finding.channel == ""
         # Asked because of a difference that the answers do not show: what is on its way meanwhile is no incident.
         busy = [replace(with_waits(report, 31, "all_reduce"), details={COMPARES: True}) for report in reports]
-        assert (
-            verdict_of(judged(*busy, overdue=False), 0, WORLD, departed={}, expired=False, coordinator=0).cause is None
-        )
+        facts: dict[str, Any] = {"departed": {}, "expired": False, "coordinator": 0}
+        assert verdict_of(judged(*busy, overdue=False), 0, WORLD, **facts).cause is None
+        broken = [replace(busy[0], trouble=Trouble(TroubleKind.TRANSPORT, "closed")), *busy[1:]]
+        assert verdict_of(judged(*broken, overdue=False), 0, WORLD, **facts).cause is not None
 
 
 def ended_well(rank: int, issued: int, **facts: Any) -> Departure:
