@@ -547,7 +547,7 @@ def split_prefix(raw: str) -> Prefix:
             tag, pid, place = tag + found[0], int(found["pid"]), found["actor"]
             if found["actor_rank"] is not None:
                 rank, basis = int(found["actor_rank"]), "launcher"
-            text = text[found.end() :]
+            text = "^C" * text.startswith("^C") + text[found.end() :]
     if pid is None and (found := _CANN.match(text)):
         pid = int(found["module"] or found["error"])
     hidden = 0

@@ -938,3 +938,45 @@ def test_workers_that_start_one_after_the_other_are_no_progress(explain_lines: E
     for who, decision in (("Worker {}/8 starts", "unknown"), ("wrote {}/8 shards", "raise-limit")):
         report = explain_lines([*(f"[rank3]: {who.format(n)}" for n in range(1, 6)), *waits], world_size=4)
         assert (report.culprits, report.decision) == ((3,), decision), who
+
+
+def _raised_before_init(words: str, times: int) -> list[str]:
+    rows = ["Traceback (most recent call last):", '  File "/home/u/t.py", line 7, in main', "    cfg = load(folder)"]
+    return [row for at in range(times) for row in [*rows, words.format(at)]]
+
+
+def _torchruns_table(ranks: list[int], first: int) -> list[str]:
+    def entry(rank: int) -> list[str]:
+        told = [f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : 1 (pid: {4001 + rank})"]
+        return ["[0]:", "  host      : box1", *told, "  error_file: <N/A>"]
+
+    others = [row for rank in ranks if rank != first for row in entry(rank)]
+    ended = f"torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: 1) local_rank: {first} (pid: 4005) of binary: python"
+    return [
+        f"E1129 10:00:02.1 4000 {ended}",
+        "t.py FAILED",
+        "Failures:",
+        *others,
+        "Root Cause (first observed failure):",
+        *entry(first),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "times", "ranks", "named"),
+    [
+        ("KeyError: 'DATA'", 3, [0, 1, 2], (0, 1, 2)),  # a traceback of each
+        ("KeyError: 'DATA'", 2, [1], ()),  # the other one had raised, too, when it was ended
+        ("KeyError: 'DATA'", 3, [0, 1], ()),
+        ("ValueError: no shard {}", 3, [1], ()),  # one place, and other words in each
+        ("KeyError: 'DATA'", 1, [1], (1,)),
+    ],
+)
+def test_of_ranks_that_raise_alike_torchruns_first_one_is_any(
+    explain_lines: Explain, words: str, times: int, ranks: list[int], named: tuple[int, ...]
+) -> None:
+    report = explain_lines(
+        [*_raised_before_init(words, times), *_torchruns_table(ranks, 1)], world_size=3 if times > 2 else 2
+    )
+    assert report.incident and report.culprits == named
+    assert "held up" not in report.summary
