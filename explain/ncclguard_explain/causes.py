@@ -308,6 +308,11 @@ def differing(case: Case) -> Finding | None:
         works = [row.facts[0].work or row.work for row in rows if row.work is not None]
     told = "flight recorder" in case.verdict.rule or case.verdict.rule == "ncclguard incident"
     calls = {text.replace("(", " ").split()[0] for text, _ in case.verdict.sides}
+    sides = {text for text, _ in case.verdict.sides}
+    if told and len({text.partition(" of group ")[0] for text in sides}) == 1 < len(sides):
+        return Finding(
+            "rank_divergence", "high", tr("ranks made the same call on different groups"), facts or case.verdict.facts
+        )
     if len({work.op for work in works}) > 1 or (told and len(calls) > 1):
         return Finding("rank_divergence", "high", tr("ranks issued different operations at the same point"), facts)
     if len({work.seq for work in works}) > 1:

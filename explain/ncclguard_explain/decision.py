@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ncclguard_explain import engines, incident_text, places
-from ncclguard_explain.cause import Cause
+from ncclguard_explain.cause import ADVICE_WATCHED, Cause
 from ncclguard_explain.causes import OUT_OF_MEMORY, Finding
 from ncclguard_explain.evidence import Evidence
 from ncclguard_explain.facts import EXPIRED, Fact, Kind, Verdict
@@ -104,7 +104,7 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return Decision("unknown", tr("a connection broke, and nothing says whether a process or the network ended it"))
     if verdict.rule == "tool: slow":
         return _without(verdict, [], tr("its GPU is slower than the others, and the job was stopped for that"))
-    if verdict.rule == "ncclguard incident" and cause is Cause.LATE:
+    if verdict.rule in ("ncclguard incident", "ncclguard inquiry") and cause is Cause.LATE:
         return Decision("fix-code", tr("the awaited rank was at work of its own; its stack says which"))
     if name in _AT_WORK and sure and verdict.rule == "stacks" and not evidence.of(*EXPIRED, Kind.ENGINE_WAIT):
         return Decision("unknown", tr("a rank is at work of its own or stuck in it, and no limit has run out"))
@@ -328,10 +328,16 @@ _ADVICE = {
 _NOT_IMPORTED = re.compile(r"\bUnknown backend type:? '?ncclguard")
 
 
+#: Words of the advice for a call whose source or destination is not recorded.
+_COMPARE_FIRST = re.compile(r"compare that first|先比较它")
+
+
 def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bool, own: Fact | None = None) -> str:
     """Return the one thing to do next; `own` is the incident of ncclguard's that the verdict is, which has its own."""
     if own is not None and own.advice:
         return _advised(finding, own)[0]
+    if own is not None and _COMPARE_FIRST.search(own.text):
+        return ADVICE_WATCHED[Cause.NETWORK]
     if any(_NOT_IMPORTED.search(fact.detail) for fact in verdict.facts + finding.facts):
         return tr(
             'Write `import ncclguard` before init_process_group("ncclguard"), in the program of every rank: that makes the '

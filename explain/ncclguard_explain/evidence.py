@@ -983,11 +983,11 @@ def _passing(evidence: Evidence) -> list[Fact]:
         for fact in evidence.of(Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER)
         if fact.source in planned and (fact.number == -15 or fact.kind is Kind.ENDED_BY_LAUNCHER)
     ]
-    found += [fact for fact in evidence.of(Kind.EXCEPTION) if fact.source in planned and _is_told_to_end(fact)]
+    found += [fact for fact in evidence.of(Kind.EXCEPTION) if fact.source in planned and told_to_end(fact)]
     return found
 
 
-def _is_told_to_end(fact: Fact) -> bool:
+def told_to_end(fact: Fact) -> bool:
     """Return whether an exception says that somebody has told its process to end."""
     name = fact.name.rsplit(".", 1)[-1]
     return name in ("SIGTERMException", "KeyboardInterrupt") or (

@@ -966,7 +966,7 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
     elif (
         last
         and (_SERVES.search(text) or _STEP.search(text))
-        and not (_RAISED_AT.match(text) or _OF_GUARD_AT.search(text))
+        and not (_RAISED_AT.match(text) or _OF_GUARD_AT.search(text) or "CANCELLED AT" in text)  # STEP 12.0 of Slurm's
     ):
         name = "serve" if _SERVES.search(text) else phase or "train"
         numbered = min(_STEP_NUMBER.finditer(text), key=lambda one: one[1] is None, default=None)
