@@ -454,6 +454,8 @@ def unequal(case: Case) -> Finding | None:
     others = {number for rank, number in told.items() if rank not in case.verdict.culprits}
     apart = [f for f in case.evidence.of(Kind.NOTE, name="batches") if f.rank in case.verdict.culprits]
     apart = [fact for fact in apart if len(others) == 1 and told[fact.rank or 0] not in others]
+    short = [fact for fact in case.evidence.of(Kind.NOTE, name="no_more")]
+    short = short if {fact.rank for fact in short} == {*case.verdict.culprits} else []
     bars = case.phases("train")
     first = min((fact.line for fact in case.waiting), default=0)
     files = {fact.file for fact in case.waiting[:1]}
@@ -461,6 +463,7 @@ def unequal(case: Case) -> Finding | None:
     end = [fact for fact in bars if (fact.number or 0) >= 90]
     tiny = any((work.numel_in or 99) <= TINY or work.shape in ((1,), ()) for work in case.works)
     return _first(
+        (short, "unequal_batches", "high", tr("the awaited rank had no more batches")),
         (apart, "unequal_batches", "medium", tr("the awaited rank has another number of batches than the others")),
         (later if end or tiny else [], "unequal_batches", "medium",
          tr("the absent rank's progress bar goes on after the timeout: it has more batches")),
