@@ -509,7 +509,7 @@ class RankMap:
                 or len(told) == max(self.worlds, default=0)
                 or self._have_one_gpu(spoken, stated_world)
                 or self._one_rank_each(facts, sources, stated_world)
-                or self.worlds == _sizes_of_stores(facts)
+                or (bool(self.worlds) and self.worlds == _sizes_of_stores(facts))
             )
             and not any(_OTHER_GPU.search(fact.text) or _OTHER_GPU.search(fact.detail) for fact in facts)
         )
