@@ -308,6 +308,11 @@ def differing(case: Case) -> Finding | None:
         works = [row.facts[0].work or row.work for row in rows if row.work is not None]
     told = "flight recorder" in case.verdict.rule or case.verdict.rule == "ncclguard incident"
     calls = {text.replace("(", " ").split()[0] for text, _ in case.verdict.sides}
+    sides = {text for text, _ in case.verdict.sides}
+    if told and len({text.partition(" of group ")[0] for text in sides}) == 1 < len(sides):
+        return Finding(
+            "rank_divergence", "high", tr("ranks made the same call on different groups"), facts or case.verdict.facts
+        )
     if len({work.op for work in works}) > 1 or (told and len(calls) > 1):
         return Finding("rank_divergence", "high", tr("ranks issued different operations at the same point"), facts)
     if len({work.seq for work in works}) > 1:
@@ -449,6 +454,8 @@ def unequal(case: Case) -> Finding | None:
     others = {number for rank, number in told.items() if rank not in case.verdict.culprits}
     apart = [f for f in case.evidence.of(Kind.NOTE, name="batches") if f.rank in case.verdict.culprits]
     apart = [fact for fact in apart if len(others) == 1 and told[fact.rank or 0] not in others]
+    short = [fact for fact in case.evidence.of(Kind.NOTE, name="no_more")]
+    short = short if {fact.rank for fact in short} == {*case.verdict.culprits} else []
     bars = case.phases("train")
     first = min((fact.line for fact in case.waiting), default=0)
     files = {fact.file for fact in case.waiting[:1]}
@@ -456,6 +463,7 @@ def unequal(case: Case) -> Finding | None:
     end = [fact for fact in bars if (fact.number or 0) >= 90]
     tiny = any((work.numel_in or 99) <= TINY or work.shape in ((1,), ()) for work in case.works)
     return _first(
+        (short, "unequal_batches", "high", tr("the awaited rank had no more batches")),
         (apart, "unequal_batches", "medium", tr("the awaited rank has another number of batches than the others")),
         (later if end or tiny else [], "unequal_batches", "medium",
          tr("the absent rank's progress bar goes on after the timeout: it has more batches")),

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ncclguard_explain import engines, incident_text, places
-from ncclguard_explain.cause import Cause
+from ncclguard_explain.cause import ADVICE_WATCHED, Cause
 from ncclguard_explain.causes import OUT_OF_MEMORY, Finding
 from ncclguard_explain.evidence import Evidence
 from ncclguard_explain.facts import EXPIRED, Fact, Kind, Verdict
@@ -42,11 +42,17 @@ _MEMORY = ("OutOfMemory", "out of memory", "MemoryError", "Cannot allocate memor
 _ENVIRONMENT = ("ModuleNotFoundError", "ImportError", "PermissionError", "FileNotFoundError", "ConnectionError", "HTTPError",
                 "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError",
                 "killed by signal: Killed", "killed by signal: Bus error",
-                "Failed to initialize the HCCP process", "Device acquire failed", "was built without", "Error opening", "PytorchStreamWriter failed", "unexpected pos", "Disk quota exceeded", "Input/output error")  # fmt: skip
+                "Failed to initialize the HCCP process", "Device acquire failed", "was built without", "driver on your system is too old", "Error opening", "PytorchStreamWriter failed", "unexpected pos", "Disk quota exceeded", "Input/output error")  # fmt: skip
 _BROKEN_NODE = ("NodeNotReady", "NodeLost", "NODE FAILURE", "NodeShutdown", "DeviceUnhealthy", "TaintManagerEviction")
 _DIFFER = ("mismatch_shape_or_op", "rank_divergence", "unequal_batches", "unused_params")
 _SET_UP = ("shared_memory", "p2p_acs_iommu", "network_interface", "store_rendezvous")
 _AT_WORK = ("checkpoint_io", "slow_rank_side_work", "timeout_too_short")
+
+
+#: Words of a program that lets one rank alone do something.
+_ONE_ONLY = re.compile(
+    r"(?i)\b(?:main (?:process|rank)|rank ?0|master) only\b|\bonly (?:on|in|by) (?:the )?(?:main|rank ?0|master)\b"
+)
 
 
 def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause) -> Decision:
@@ -70,6 +76,8 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         "`kill -CONT " in text for fact in verdict.facts for text in fact.advice
     ):
         return Decision("unknown", tr("a process is paused, and the job may go on when it does"))
+    if cause is Cause.LOST and evidence.of(Kind.NOTE, name="host_error") and not evidence.of(*EXPIRED):
+        return Decision("restart", tr("the machine under a host failed; nothing is wrong with the job"))
     if finding.action and not (
         finding.action == "unknown" and (evidence.of(Kind.KERNEL_OOM) or own_exceptions(evidence))
     ):
@@ -104,10 +112,15 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return Decision("unknown", tr("a connection broke, and nothing says whether a process or the network ended it"))
     if verdict.rule == "tool: slow":
         return _without(verdict, [], tr("its GPU is slower than the others, and the job was stopped for that"))
-    if verdict.rule == "ncclguard incident" and cause is Cause.LATE:
+    if verdict.rule in ("ncclguard incident", "ncclguard inquiry") and cause is Cause.LATE:
         return Decision("fix-code", tr("the awaited rank was at work of its own; its stack says which"))
     if name in _AT_WORK and sure and verdict.rule == "stacks" and not evidence.of(*EXPIRED, Kind.ENGINE_WAIT):
         return Decision("unknown", tr("a rank is at work of its own or stuck in it, and no limit has run out"))
+    alone = [fact for fact in evidence.of(Kind.PHASE, name="evaluate") if fact.rank in verdict.culprits]
+    if name in _AT_WORK and sure and any(_ONE_ONLY.search(fact.text) for fact in alone):
+        return Decision(
+            "fix-code", tr("only one rank evaluates, and the others go on to the next collective meanwhile")
+        )
     if name in _AT_WORK and sure:
         return Decision("raise-limit", tr("the awaited rank was at work for longer than its peers' limit"))
     if name == "dataloader_stall":
@@ -128,6 +141,8 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
         return _after_a_crash(evidence, verdict, finding, cause)
     if cause is Cause.NETWORK:
         return Decision("fix-environment", tr("all ranks came and the transfer did not work"))
+    if not verdict.culprits and _all_try(evidence):
+        return Decision("fix-environment", tr("the ranks tried the same thing again and again, without success"))
     if any(fact.kind is Kind.SCHEDULER for fact in finding.facts):
         return Decision("restart", tr("the job's own time limit ended it; it can go on from its last checkpoint"))
     if name in _AT_WORK:
@@ -148,6 +163,15 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
     if cause is Cause.LATE:
         return Decision("unknown", tr("the inputs do not tell what the awaited rank did instead; its stack would"))
     return Decision("unknown", tr("the inputs do not tell why a rank was missing"))
+
+
+def _all_try(evidence: Evidence) -> bool:
+    """Return whether all ranks that are seen have tried something again, and none was seen to work since."""
+    moved: dict[int, int] = {}
+    for fact in evidence.of(Kind.ALIVE, Kind.PROGRESS):
+        moved[fact.source] = max(fact.line, moved.get(fact.source, 0))
+    tried = {fact.rank for fact in evidence.of(Kind.RETRIED) if fact.line > moved.get(fact.source, 0)} - {None}
+    return len(tried) > 1 and tried >= evidence.seen_ranks
 
 
 def _taken(evidence: Evidence, verdict: Verdict) -> Decision | None:
@@ -328,10 +352,16 @@ _ADVICE = {
 _NOT_IMPORTED = re.compile(r"\bUnknown backend type:? '?ncclguard")
 
 
+#: Words of the advice for a call whose source or destination is not recorded.
+_COMPARE_FIRST = re.compile(r"compare that first|先比较它")
+
+
 def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bool, own: Fact | None = None) -> str:
     """Return the one thing to do next; `own` is the incident of ncclguard's that the verdict is, which has its own."""
     if own is not None and own.advice:
         return _advised(finding, own)[0]
+    if own is not None and _COMPARE_FIRST.search(own.text):
+        return ADVICE_WATCHED[Cause.NETWORK]
     if any(_NOT_IMPORTED.search(fact.detail) for fact in verdict.facts + finding.facts):
         return tr(
             'Write `import ncclguard` before init_process_group("ncclguard"), in the program of every rank: that makes the '

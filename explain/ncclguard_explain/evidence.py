@@ -773,7 +773,7 @@ def _mark_traced_anew(evidence: Evidence) -> None:
 def _mark_stepped_over(evidence: Evidence) -> None:
     """Count everything as survived where the job is seen to step on behind all that a log has against it."""
     accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.STACK}]
-    steps = [fact for fact in evidence.of(Kind.ALIVE) if fact.after_symptom and fact.name == "train"]
+    steps = [one for one in evidence.of(Kind.ALIVE) if one.after_symptom and one.name in ("train", "generate")]
     sources = {fact.source for fact in steps}
     there = [fact for fact in accusing if fact.source in sources]
     if len({fact.source for fact in there}) != 1 or not _tell_all(there, accusing):
@@ -964,7 +964,7 @@ def _steps_on(fact: Fact, end: int, alive: list[Fact]) -> bool:
     """
     steps = [one for one in alive if one.kind is Kind.ALIVE and one.source == fact.source and one.number is not None]
     before = [one.number or 0 for one in steps if one.line < fact.line]
-    numbers = [one.number or 0 for one in steps if one.line > end and (one.when or 0) >= (fact.when or 0)]
+    numbers = [one.number or 0 for one in steps if one.line > end and (one.when or _YEAR) >= (fact.when or 0)]
     timed = fact.when is not None and all(one.when is not None for one in steps)
     return len({*numbers}) > 2 and numbers == sorted(numbers) and (timed or max(before, default=MAX_RANK) <= numbers[0])
 
@@ -983,7 +983,16 @@ def _passing(evidence: Evidence) -> list[Fact]:
         for fact in evidence.of(Kind.LAUNCHER, Kind.ENDED_BY_LAUNCHER)
         if fact.source in planned and (fact.number == -15 or fact.kind is Kind.ENDED_BY_LAUNCHER)
     ]
+    found += [fact for fact in evidence.of(Kind.EXCEPTION) if fact.source in planned and told_to_end(fact)]
     return found
+
+
+def told_to_end(fact: Fact) -> bool:
+    """Return whether an exception says that somebody has told its process to end."""
+    name = fact.name.rsplit(".", 1)[-1]
+    return name in ("SIGTERMException", "KeyboardInterrupt") or (
+        name == "SignalException" and re.search(r"\b(?:15|SIGTERM)\b", fact.detail) is not None
+    )
 
 
 def _has_passed(fact: Fact, alive: list[Fact], resumed: list[Fact]) -> bool:

@@ -511,9 +511,16 @@ def _who_ended_first(evidence: Evidence, raised: Sequence[Fact], aborted: Sequen
 def _of_who_ended_first(evidence: Evidence, world: World, raised: list[Fact], first: Mapping[int, Fact]) -> list[Fact]:
     """Give one traceback without a rank to the one process that ended by itself."""
     others = [fact for fact in evidence.of(Kind.LAUNCHER, name="failure") if (fact.number or 0) > 0]
+    table = {fact.rank: fact.number for fact in others if fact.rank is not None}
+    if len(table) > 1 == len(set(table.values())) and len(raised) == 1 and not named_ranks(raised):
+        (fact,) = raised
+        if fact.frames and fact.repeated == 2 * len(table):  # a traceback of each of them, read by two rows
+            return [fact.clone(rank=rank, rank_basis="launcher") for rank in sorted(table)]
     several = len({fact.rank for fact in others} - first.keys()) > 0 and (
-        len([fact for fact in raised if fact.frames]) > 1 or any(fact.frames and fact.repeated > 2 for fact in raised)
+        len([fact for fact in raised if fact.frames]) > 1 or any(fact.repeated > 2 for fact in raised)
     )  # of processes that all raised by themselves the one that a launcher noticed first is any
+    alike = [(fact.name, fact.frames) for fact in raised if fact.frames]
+    several = several or len(set(alike)) < len(alike)  # one place, and other words in each process
     if world.size is not None and world.size > 1:  # a traceback is read by two rows
         several = several or any(fact.frames and fact.repeated >= 2 * world.size for fact in raised)
     if len(first) != 1 or not raised or several or named_ranks(raised) or len({fact.name for fact in raised}) > 2:

@@ -847,9 +847,9 @@ _LOAD = re.compile(r"(?:\bEngine (\d+): .*)?\bRunning: (\d+) reqs, Waiting: (\d+
 _STACKS_AT = re.compile(
     r"(?i)\b(?:stack(?: ?trace)?s?|dumps?|dumped|py-?spy|pystack)\b[^.;\d]{0,40}?(?<![\d:])(\d{1,2}:\d\d(?::\d\d)?)\b"
 )
-_STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b\W{0,3}\d", re.IGNORECASE)
+_STEP = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|batch)\b(?: {1,9}|\W{0,3})\d", re.IGNORECASE)
 _STEP_NUMBER = re.compile(
-    r"\b(?:(?:global_?)?step|iter(?:ation)?)\b\W{0,3}(\d{1,9})\b|\bepoch\b\W{0,3}(\d{1,9})\b", re.IGNORECASE
+    r"\b(?:(?:global_?)?step|iter(?:ation)?)\b(?: {1,9}|\W{0,3})(\d{1,9})\b|\bepoch\b\W{0,3}(\d{1,9})\b", re.IGNORECASE
 )
 #: What a program prints that works through something: "consolidated 17/288 shards".
 #: Not whose place among others it is: "Worker 4/8 starts".
@@ -884,7 +884,8 @@ _PHASES: tuple[tuple[str, str], ...] = (
      r"^\s*--- PASS: \S+ \([\d.]+s\)|^=+ (?!.*\b(?:failed|errors?)\b)\d+ passed\b.* in [\d.]+s|^(?:\+ )?(?:exit code: 0|exit 0)$|, exit 0$|"
      r"^\d+(?:\s+|\|)(?:[\w.\-]+(?:\s+|\|)){0,5}COMPLETED(?:\s+|\|)0:0\b|"  # sacct
      r"\bTraining Progress: 100%|^State: COMPLETED \(exit code 0\)|\b(?i:job)\b.{0,30}\b(?i:completed)\b.{0,40}\b[Ee]xit ?[Cc]ode[ :=]+0(?::0)?\b|^(?!.*\b(?i:state|failed|error|worker|process|task|pid|rank ?\d+)\b).*\(exit(?: code| status)?[ :=]+0\)$|"
-     r"\b[Aa]ll (?!(?:the )?other|but )(?:\w+ ){0,2}(?:replicas|ranks|workers|processes|tasks|nodes) (?:\w+ )?(?:finished|exited|completed|ended) (?:\w+ )*(?:code|status) 0\b")),
+     r"\b[Aa]ll (?!(?:the )?other|but )(?:\w+ ){0,2}(?:replicas|ranks|workers|processes|tasks|nodes) (?:\w+ )?(?:finished|exited|completed|ended) (?:\w+ )*(?:code|status) 0\b|"
+     r"^Trial status: \d+ TERMINATED\s*$|^\s*Number of failed trials: +0$|\b(?i:sweep|study|search|job|all trials) (?:is )?(?:finished|complete|completed|done)\b.{0,30}\bexit code 0\b")),
     ("finished", (r"[Ff]inished training|[Tt]raining (?:loop )?(?:is )?(?:done|finished|complete)|train_runtime|End of training|"
      r"^`Trainer\.fit` stopped: |\[after training is done\]|\bdone, (?:wrote|saved) |exiting (?:program|train)|[Ff]inished ok\b|[Rr]eached max_steps|\b[Aa]ll (?:tasks|steps|epochs|evaluations) \w+(?:ed|ne)\b|"
      r"\bexit(?:ed|ing)?(?: with)?(?: code| status)? 0\b|\b[Ff]inished, (?:cleaning|shutting|exiting)\b|\b(?:step|iter(?:ation)?|epoch) (?P<of>\d+)/(?P=of) done\b")),
@@ -965,7 +966,7 @@ def read_progress(text: str, make: Fact, last: bool) -> Iterator[Fact]:
     elif (
         last
         and (_SERVES.search(text) or _STEP.search(text))
-        and not (_RAISED_AT.match(text) or _OF_GUARD_AT.search(text))
+        and not (_RAISED_AT.match(text) or _OF_GUARD_AT.search(text) or "CANCELLED AT" in text)  # STEP 12.0 of Slurm's
     ):
         name = "serve" if _SERVES.search(text) else phase or "train"
         numbered = min(_STEP_NUMBER.finditer(text), key=lambda one: one[1] is None, default=None)

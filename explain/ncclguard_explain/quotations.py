@@ -22,7 +22,7 @@ _SPEAKER = re.compile(
     rb"(?m)^(?:(?:[*_]{1,2})?@?((?!(?i:.*\b(?:time|elapsed|eta|epoch|step|loss|took|duration)\b))[A-Za-z][A-Za-z.\-]*(?: [A-Za-z.\-]+){0,2})"
     rb"(?:[*_]{1,2})?(?: {1,4}|, |\t| \xe2\x80\x94 )\[?(?:(?:[Tt]oday|[Yy]esterday)(?: at)? )?"
     rb"([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\]?:?\r?$"
-    rb"|\[([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\] (?!INFO|WARN|ERROR|DEBUG)@?([A-Za-z][A-Za-z.\- ]{1,30}): )"
+    rb"|\[([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\] (?!INFO|WARN|ERROR|DEBUG)@?([A-Za-z][A-Za-z.\- ]{1,30}?)(?:: | {2,}(?=\S)))"
 )
 #: The title of a page that quotes what one may see, and any heading.
 _TITLE = re.compile(
@@ -30,6 +30,12 @@ _TITLE = re.compile(
     rb"(?i:troubleshooting|FAQ|frequently asked questions|runbook|playbook|known (?:issues|errors)|release notes|changelog|"
     rb"common (?:errors|problems))(?![^\s:])(?:[A-Za-z ,:&/\-]|v?\d{1,2}\b(?!-)){0,60}(?:\([^)\n]{0,40}\))?[ ]*\n"
 )
+#: What somebody cites of others in a chat.
+_CITED = re.compile(rb"(?m)^(?:\[[\d: ]{4,12}\] [^\n>]{2,40})?> [^\n]*$")
+#: A search engine's count, what it shows of where a page is, and lines of a program that works.
+_RESULTS = re.compile(rb"(?i)\b(?:about |of )?[\d,.]+ results\b")
+_PAGES = re.compile(rb"(?m)^\s*(?:https?://)?(?:[\w\-]+\.)+[a-z]{2,}(?: \xe2\x80\xba \S+)+\s*$|^\s*https?://\S+\s*$")
+_PROGRAM = re.compile(rb"(?m)^(?:\[rank\d+\]|\S+:\d+:\d+ \[\d+\] NCCL|Traceback \(most)")
 _HEADINGS = re.compile(rb"(?m)^#{1,4} \S|^[=\-]{3,}\s*$")
 #: What launchers and programs print, and pages and people do not.
 _LAUNCHES = re.compile(
@@ -61,8 +67,21 @@ def _is_conversation(data: bytes) -> bool:
         and times == sorted(times)
         and data.count(b"\n") < 10 * len(said)
         and (b"\n> " in data or b"`" in data)
-        and _PRINTS.search(data) is None
+        and _PRINTS.search(_CITED.sub(b"", data) if _goes_on(data) else data) is None
     )
+
+
+def _goes_on(data: bytes) -> bool:
+    """Return whether a job is seen to work behind the last line that somebody cites."""
+    last = max((found.end() for found in _CITED.finditer(data)), default=len(data))
+    return len(_WORKS.findall(data, last)) > 1
+
+
+def _is_search(data: bytes) -> bool:
+    """Return whether an input is what a search engine has found: how many results, and places of pages below titles."""
+    head = data[:400]
+    found = _RESULTS.search(head) is not None and len(_PAGES.findall(data[: 1 << 16])) > 1
+    return found and _LAUNCHES.search(data) is None and _PROGRAM.search(data) is None
 
 
 def _is_page(data: bytes) -> bool:
@@ -112,7 +131,7 @@ def what_it_is(name: str, data: bytes) -> Message | None:
         return tr("{name}: a program, and no log", name=name)
     if name.endswith((".po", ".pot")):
         return tr("{name}: a catalogue of translations, and no log", name=name)
-    if _is_page(data) or _is_explanation(data):
+    if _is_page(data) or _is_explanation(data) or _is_search(data):
         return tr("{name}: a page about errors, and no log", name=name)
     if _is_conversation(data):
         return tr("{name}: people quote messages in it: give the log that they speak of", name=name)
@@ -134,7 +153,7 @@ _DOCUMENT = (
 _ELSEWHERE = r"(?:tests?|testdata|fixtures?|docs?|examples?|golden|archived?|notes|(?:old|previous|past)[\w\-]*)/"
 _PRINTS_DOCUMENT = re.compile(
     rf"{_PROMPT}(?:(?:cat|less|more|head|tail|bat|sed)(?: (?:-\S+|'[^']*'|\d+))* {_DOCUMENT}|man |git (?:log|show|diff|blame)\b|gh (?:issue|pr) view\b|"
-    rf"(?:{_SEARCH})\b.* (?:\S*/)?{_ELSEWHERE}\S*\s*$|"
+    rf"(?:{_SEARCH})\b.* (?:\S*/)?{_ELSEWHERE}\S*(?: \| [\w \-]*)?\s*$|"
     r"(?:promtool|amtool|vmalert-tool|mimirtool)\b|(?:llm|ollama run|sgpt|aichat|mods|chatgpt|claude|gemini|tldr)\b|"
     r"curl\b.*/(?:completions|generate|messages|responses|api/chat)\b)"
 )
@@ -259,7 +278,7 @@ _OF_RULES = re.compile(
 )
 #: What a search prints of sources and documents, and the command: a formatter of logs may begin its lines alike.
 _FOUND = re.compile(
-    rf"(?:[\w.\-]+/)*{_ELSEWHERE}[\w./\-]*[:\-]\d+[:\-]|"
+    rf"[~.]?/?(?:[\w.\-]+/)*{_ELSEWHERE}[\w./\-]*[:\-]\d+[:\-]|"
     r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|tex|ipynb)[:\-]\d+[:\-]"
 )
 _COMMAND = re.compile(r"[^\n]{0,80}?[$#%>] (\S[^\n]*)")
@@ -277,6 +296,7 @@ _BETWEEN = re.compile(r"\[INST\].*?(?:\[/INST\]|$)|<\|im_start\|>.*?(?:<\|im_end
 _STRING = r"(?P<mark>\\?[\"'])(?:(?!(?P=mark))(?:\\.|[^\\]))*(?:(?P=mark)|$)"
 _KEY = r"(?P<key>(?<![\w.])\\?[\"']?(?:{})\\?[\"']? ?[:=] ?)" + _STRING
 _VALUE = re.compile(_KEY.format("prompt|completion|question|answer|generated_text|output_text"))
+_RESPONSE = re.compile(r"(?P<key>\bGenerated response [\w\-]+.{0,30}?: output: )" + _STRING)
 _MESSAGE = re.compile(_KEY.format("prompt|completion|content|reasoning_content|text"))
 #: A row of a table of Markdown, and the line below its head: what stands in one is quoted.
 _CELLS = re.compile(r"\s*\|.*\|\s*$")
@@ -325,6 +345,8 @@ def without_talk(text: str) -> str:
     """Return a line without what a model was given or has written: values of such keys, and between its tokens."""
     if "[INST]" in text or "<|im_start|>" in text:
         text = _BETWEEN.sub("", text)
+    if "Generated response" in text:  # vLLM, with --enable-log-outputs
+        text = _RESPONSE.sub(r"\g<key>", text)
     if "prompt" not in text and "role" not in text and "_text" not in text and "completion" not in text:
         return text
     return (_MESSAGE if "role" in text else _VALUE).sub(r"\g<key>", text)

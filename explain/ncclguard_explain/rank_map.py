@@ -34,6 +34,11 @@ _OWN_RANK = re.compile(
 _OF_ALL = re.compile(r"\[(?:RANK|Rank) (\d{1,6})/(\d{1,6})\] ")
 _LOCAL_RANK = re.compile(r"\b(?:LOCAL_RANK|local[ _]rank)[ =:]+(\d{1,4})\b")
 # The environment of one rank, as a container's entry point prints it.
+_ONE_PROCESS = re.compile(r"\bNPROC(?:_PER_NODE)?=1\b")
+#: The name of a pod or host right before its RANK.
+_NAME_BEFORE = re.compile(r"(?:^|[\s\]])([a-z][a-z0-9]*(?:-[a-z0-9]+)*-\d+) RANK=")
+#: The store of a program, and not of a launcher, was waited in until so many of the ranks had come.
+_CLIENTS = re.compile(r"waiting for clients\. \d+/(\d+) clients joined")
 _ENVIRONMENT = re.compile(r"(?:^(?=.*\bWORLD_SIZE=).*(?<![A-Z_])RANK=(\d{1,6})\b|^(?:export )?RANK[=:] ?(\d{1,6})\s*$)")
 _WORLD = re.compile(r"\bWORLD_SIZE=(\d{1,6})\b")
 # What `kubectl describe` and `kubectl get` head, in a log of commands.
@@ -185,6 +190,7 @@ class RankMap:
     speakers: dict[str, set[int]] = field(default_factory=dict)  # name or "#3" -> the ranks that speak under it
     environments: dict[str, set[int]] = field(default_factory=dict)  # the same, by the RANK of a container
     worlds: set[int] = field(default_factory=set)  # WORLD_SIZE beside these
+    _pods: dict[str, set[int]] = field(default_factory=dict)  # the same, by the name before it
     with_local: set[int] = field(default_factory=set)  # those of these ranks that say their LOCAL_RANK too
     described: dict[int, str] = field(default_factory=dict)  # input -> the pod that its last lines are about
     kernels: dict[int, str] = field(default_factory=dict)  # input -> the host whose kernel its last lines are of
@@ -402,9 +408,11 @@ class RankMap:
             if own := _ENVIRONMENT.search(text):
                 self.environments.setdefault(scope, set()).add(int(own[1] or own[2]))
                 self.worlds |= {int(size[1])} if (size := _WORLD.search(text)) else set()
-                if _LOCAL_RANK.search(text):  # of a process, and not of a container
+                if _LOCAL_RANK.search(text) or _ONE_PROCESS.search(text):  # of a process, and not of a container
                     self.with_local |= {int(own[1] or own[2])}
                     self.process(prefix.pid, int(own[1] or own[2]), prefix.host)
+                if name := _NAME_BEFORE.search(text):
+                    self._pods.setdefault(name[1], set()).add(int(own[1] or own[2]))
             return None
         rank = int(found[1])
         self.process(prefix.pid, rank, prefix.host)
@@ -501,6 +509,7 @@ class RankMap:
                 or len(told) == max(self.worlds, default=0)
                 or self._have_one_gpu(spoken, stated_world)
                 or self._one_rank_each(facts, sources, stated_world)
+                or (bool(self.worlds) and self.worlds == _sizes_of_stores(facts))
             )
             and not any(_OTHER_GPU.search(fact.text) or _OTHER_GPU.search(fact.detail) for fact in facts)
         )
@@ -570,6 +579,9 @@ class RankMap:
             found.hosts.setdefault(host, set()).update(there)
         for pod, rank in self._of_headed_pods(stated_world):
             found.hosts.setdefault(pod, set()).add(rank)
+        for pod, named in self._pods.items() if of_ranks else ():
+            if len(named) == 1:
+                found.hosts.setdefault(pod, set()).update(named)
         for name, ranks in found.environments.items():
             if not name.startswith("#"):
                 found.hosts.setdefault(name, set()).update(ranks)
@@ -756,6 +768,16 @@ class RankMap:
             return local if fact.node == 0 else fact.node * local_size + local if local_size else None
         several = len(set(self.first.values())) > 1 or any(first > 0 for first in self.first.values())
         return local if one_node and not several else None
+
+
+def _sizes_of_stores(facts: Iterable[Fact]) -> set[int]:
+    """Return the sizes of the jobs whose programs, and not launchers, have waited for their clients."""
+    told = [
+        fact
+        for fact in facts
+        if any("init_process_group" in frame or "_env_rendezvous" in frame for frame in fact.frames)
+    ]
+    return {int(found[1]) for fact in told if (found := _CLIENTS.search(fact.detail))}
 
 
 def place_rank(known: RankMap, fact: Fact, local_size: int | None) -> None:

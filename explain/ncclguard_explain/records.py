@@ -496,6 +496,10 @@ def _unwrapped(text: str) -> str:
     for name in ("log", "message", "msg", "textPayload", "line"):
         if isinstance(data, dict) and isinstance(data.get(name), str):
             return str(data[name]).rstrip("\n")
+    fields, span = (data.get(name) if isinstance(data, dict) else None for name in ("fields", "span"))
+    if isinstance(fields, dict) and isinstance(fields.get("message"), str) and "target" in data:  # Rust's tracing
+        rank = f" rank={span['rank']}" if isinstance(span, dict) and "rank" in span else ""
+        return f"{data.get('timestamp', '')} {data.get('level', '')} {data['target']}: {fields['message']}{rank}"
     return text
 
 
@@ -547,7 +551,7 @@ def split_prefix(raw: str) -> Prefix:
             tag, pid, place = tag + found[0], int(found["pid"]), found["actor"]
             if found["actor_rank"] is not None:
                 rank, basis = int(found["actor_rank"]), "launcher"
-            text = text[found.end() :]
+            text = "^C" * text.startswith("^C") + text[found.end() :]
     if pid is None and (found := _CANN.match(text)):
         pid = int(found["module"] or found["error"])
     hidden = 0
@@ -793,7 +797,7 @@ NEEDLES: tuple[bytes, ...] = (
     # launchers, frameworks, ncclguard's own incident
     b"local_rank: ", b"first observed failure", b"sigkill_handler", b"return code = ", b"terminated with ",
     b"Worker proc ", b"(exitcode:", b"worker died", b"torchelastic.worker.status", b"nvalidate trace", b"decord",
-    b"ncclguard incident ", b"the fault of incident", "的故障仍在继续".encode(), b'"culprits"', b"went on without", "的情况下继续训练".encode(), b"and training goes on", "训练继续".encode(),
+    b"ncclguard incident ", b"the fault of incident", "的故障仍在继续".encode(), b'"culprits"', b"StopIteration", b"out of data", b"out of batches", b"out of samples", b"exceeded quota", b"instances.hostError", b"went on without", b"has not come: ", "没有来：".encode(), "的情况下继续训练".encode(), b"and training goes on", "训练继续".encode(),
     # engines, Ray, JAX, Ascend, Horovod, watchers; most of theirs are found by the words above
     b"roadcast block", b"ang detected", b"died unexpectedly", b"DeepEP ", b"mesh comm", b"RolloutStall", b"RDT stall",
     b"EngineCore encountered", b"text_generation_launcher: Shard", b"being preempted", b"Process index: ", b"killed by the OOM killer", b"synStatus=8", b"The system will ", b"The system is going ", b"Shutting down", b"(engine dead)", b"SIGQUIT received", b"received sigquit", b"eceived sigquit", b"scheduler is dead", b"scheduler died", b"crashed with exit", b"MPI_ABORT", b"Assertion failed: ", b"cannot be retrieved",

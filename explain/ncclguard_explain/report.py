@@ -549,6 +549,8 @@ def _summary(verdict: Verdict, cause: Cause, finding: Finding, work: Work | None
     who = tr("Stuck in {where}; nobody can be named from these inputs", where=where)
     if verdict.culprits:
         who = tr("{ranks} held up {where}", ranks=ranks_text(verdict.culprits).capitalised(), where=where)
+        if work is None and cause is Cause.FAILED:
+            who = tr("Failure of {ranks}", ranks=ranks_text(verdict.culprits))
     elif verdict.places:
         who = tr("{places} held up {where}", places=joined(", ", verdict.places), where=where)
     elif work is None:

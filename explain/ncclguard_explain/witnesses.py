@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from ncclguard_explain import incident_text
 from ncclguard_explain.cause import Cause
-from ncclguard_explain.evidence import Evidence, World
+from ncclguard_explain.evidence import Evidence, World, told_to_end
 from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict
 from ncclguard_explain.failures import BARRIER_KEY, IN_COLLECTIVE, WAITS_FOR_DEVICE, by_failure, own_exceptions
 from ncclguard_explain.language import joined, received, tr
@@ -106,6 +106,32 @@ def by_guard(evidence: Evidence, world: World) -> Verdict | None:
         tuple(sorted(named)), cause, "high", "ncclguard incident", reason, [first], work=first.work,
         sides=list(first.sides),
     )  # fmt: skip
+
+
+#: A rank that is awaited and of which nothing is said that it is at work of its own.
+_ELSEWHERE = re.compile(r"(?:has not come: |没有来：)(?!it is at |它在 )|does not answer|没有应答")
+
+
+def by_inquiry(evidence: Evidence, world: World) -> Verdict | None:
+    """Return whom ncclguard's calls were waiting for when the job was ended from outside, by its own log."""
+    notes = evidence.of(Kind.NOTE, name="not come")
+    if not notes or evidence.of(Kind.GUARD):
+        return None
+    last = max(notes, key=lambda note: max(note.line, note.until))
+    line = max(last.line, last.until)
+    told = [note for note in notes if note.source == last.source and max(note.line, note.until) == line]
+    moved = [one for one in evidence.of(Kind.ALIVE, Kind.PROGRESS) if one.source == last.source and one.line > line]
+    ended = evidence.of(Kind.ENDED_BY_LAUNCHER, Kind.SCHEDULER) + list(filter(told_to_end, evidence.of(Kind.EXCEPTION)))
+    ended = [one for one in ended if one.source != last.source or one.line > line]
+    failed = [one for one in evidence.of(Kind.EXIT, Kind.LAUNCHER) if one.number not in (None, -2, -9, -15, 130, 143)]
+    ranks = tuple(sorted({note.number for note in told if note.number is not None}))
+    elsewhere = any(_ELSEWHERE.search(note.text) for note in told)
+    if moved or not ended or failed or elsewhere or own_exceptions(evidence):
+        return None
+    reason = tr(
+        "the others waited for {ranks} when the job was ended: {place}", ranks=ranks_text(ranks), place=told[0].detail
+    )
+    return Verdict(ranks, Cause.LATE, "high", "ncclguard inquiry", reason, [*told, ended[0]])
 
 
 _SESSION = re.compile(r"incident ([0-9a-f]{8})-")

@@ -938,3 +938,152 @@ def test_workers_that_start_one_after_the_other_are_no_progress(explain_lines: E
     for who, decision in (("Worker {}/8 starts", "unknown"), ("wrote {}/8 shards", "raise-limit")):
         report = explain_lines([*(f"[rank3]: {who.format(n)}" for n in range(1, 6)), *waits], world_size=4)
         assert (report.culprits, report.decision) == ((3,), decision), who
+
+
+def _raised_before_init(words: str, times: int) -> list[str]:
+    rows = ["Traceback (most recent call last):", '  File "/home/u/t.py", line 7, in main', "    cfg = load(folder)"]
+    return [row for at in range(times) for row in [*rows, words.format(at)]]
+
+
+def _torchruns_table(ranks: list[int], first: int) -> list[str]:
+    def entry(rank: int) -> list[str]:
+        told = [f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : 1 (pid: {4001 + rank})"]
+        return ["[0]:", "  host      : box1", *told, "  error_file: <N/A>"]
+
+    others = [row for rank in ranks if rank != first for row in entry(rank)]
+    ended = f"torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: 1) local_rank: {first} (pid: 4005) of binary: python"
+    return [
+        f"E1129 10:00:02.1 4000 {ended}",
+        "t.py FAILED",
+        "Failures:",
+        *others,
+        "Root Cause (first observed failure):",
+        *entry(first),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "times", "ranks", "named"),
+    [
+        ("KeyError: 'DATA'", 3, [0, 1, 2], (0, 1, 2)),  # a traceback of each
+        ("KeyError: 'DATA'", 2, [1], ()),  # the other one had raised, too, when it was ended
+        ("KeyError: 'DATA'", 3, [0, 1], ()),
+        ("ValueError: no shard {}", 3, [1], ()),  # one place, and other words in each
+        ("KeyError: 'DATA'", 1, [1], (1,)),
+    ],
+)
+def test_of_ranks_that_raise_alike_torchruns_first_one_is_any(
+    explain_lines: Explain, words: str, times: int, ranks: list[int], named: tuple[int, ...]
+) -> None:
+    report = explain_lines(
+        [*_raised_before_init(words, times), *_torchruns_table(ranks, 1)], world_size=3 if times > 2 else 2
+    )
+    assert report.incident and report.culprits == named
+    assert "held up" not in report.summary
+
+
+PEER_EXITED = "NCCL error: remote process exited or there was a network error"
+EVICTED = "4m  Warning  Evicted  pod/sft-worker-2  Pod ephemeral local storage usage exceeds the total limit of containers 9Gi."
+
+
+@pytest.mark.parametrize("process", ["NPROC=1", "NPROC=8"])
+def test_the_rank_of_an_evicted_pod_is_told_by_the_head_of_its_log(explain_lines: Explain, process: str) -> None:
+    def head(pod: str, rank: int) -> str:
+        return f"[entrypoint] {pod} RANK={rank} WORLD_SIZE=4 MASTER_ADDR=sft-master-0 {process}"
+
+    report = explain_lines(
+        {
+            "events.txt": [EVICTED],
+            "master-0.log": [head("sft-master-0", 0), f"[rank0]: torch.distributed.DistBackendError: {PEER_EXITED}"],
+            "worker-1.log": [head("sft-worker-1", 2), f"[rank2]: torch.distributed.DistBackendError: {PEER_EXITED}"],
+            "worker-2.log": [head("sft-worker-2", 3), "cache size 94 GiB"],
+        }
+    )
+    assert report.incident and report.culprits == ((3,) if process == "NPROC=1" else ())
+
+
+@pytest.mark.parametrize("by_program", [True, False])
+def test_a_container_without_an_address_of_the_store_is_named_by_its_rank(
+    explain_lines: Explain, by_program: bool
+) -> None:
+    def log(rank: int, *rows: str) -> list[str]:
+        return [f"RANK={rank} WORLD_SIZE=4 MASTER_ADDR=exp-master-0 MASTER_PORT=23456", *rows]
+
+    place = (
+        'rendezvous.py", line 273, in _env_rendezvous_handler'
+        if by_program
+        else 'static_tcp_rendezvous.py", line 66, in next_rendezvous'
+    )
+    waited = ["Traceback (most recent call last):", f'  File "/x/{place}', "    store = TCPStore(",
+              "torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 3/4 clients joined."]  # fmt: skip
+    c10d = "[W130 03:02:11.5 socket.cpp:755] [c10d] The IPv4 network addresses of (exp-master-0, 23456) cannot be retrieved"
+    lost = [f"{c10d} (gai error: -3 - Temporary failure in name resolution).",
+            "[E130 03:30:03.5 socket.cpp:1019] [c10d] The client socket has timed out after 1800000ms while trying to connect to (exp-master-0, 23456)."]  # fmt: skip
+    report = explain_lines(
+        {
+            "exp-master-0.log": log(0, *waited),
+            "exp-worker-1.log": log(2, "store connected"),
+            "exp-worker-2.log": log(3, *lost),
+        }
+    )
+    assert report.incident and report.culprits == ((3,) if by_program else ())
+
+
+@pytest.mark.parametrize(("signal", "named"), [(9, (1,)), (15, ())])
+def test_a_shard_of_a_server_that_a_signal_killed_is_named(
+    explain_lines: Explain, signal: int, named: tuple[int, ...]
+) -> None:
+    def row(message: str, rank: int) -> str:
+        told = f'"fields":{{"message":"{message}"}},"span":{{"rank":{rank},"name":"shard-manager"}}'
+        return f'{{"timestamp":"2025-03-27T07:36:51.2Z","level":"ERROR",{told},"target":"text_generation_launcher"}}'
+
+    report = explain_lines(
+        [row("Shard ready in 409.1s", 0), row(f"Shard process was signaled to shutdown with signal {signal}", 1)]
+    )
+    assert report.culprits == named
+
+
+def _tried(rank: int) -> str:
+    return f"{rank}: WARNING reader: s3://corpus/shard-0{rank} attempt 9/∞: ClientError: An error occurred (503) when calling GetObject"
+
+
+LIMIT = "slurmstepd: error: *** STEP 7.0 ON g12 CANCELLED AT 2026-07-02T09:00:12 DUE TO TIME LIMIT ***"
+
+
+def test_ranks_that_all_try_the_same_until_the_jobs_limit_are_not_at_fault(explain_lines: Explain) -> None:
+    report = explain_lines(["0: [it 10] loss 7.8", *map(_tried, range(4)), LIMIT])
+    assert (report.incident, report.culprits, report.decision) == (True, (), "fix-environment")
+    report = explain_lines(["0: [it 10] loss 7.8", *map(_tried, range(4)), "0: [it 20] loss 7.7", LIMIT])
+    assert (report.culprits, report.decision) == ((), "restart")
+
+
+def test_who_had_no_more_batches_makes_the_numbers_unequal(explain_lines: Explain) -> None:
+    missed = "[E ProcessGroupGloo.cpp:2880] [Rank 0]: Rank 3 failed to pass monitoredBarrier in 300000 ms"
+    report = explain_lines(["loop: rank 3: StopIteration after 148 batches, leaving epoch", missed], world_size=4)
+    assert (report.culprits, report.cause_class, report.decision) == ((3,), "unequal_batches", "fix-code")
+    report = explain_lines(["loop: rank 2: StopIteration after 148 batches, leaving epoch", missed], world_size=4)
+    assert (report.culprits, report.cause_class) == ((3,), "unknown")
+
+
+@pytest.mark.parametrize(("who", "decision"), [("main process only", "fix-code"), ("all 400 samples", "raise-limit")])
+def test_an_evaluation_on_one_rank_only_is_the_programs_fault(explain_lines: Explain, who: str, decision: str) -> None:
+    bars = [
+        f"[rank0] Evaluating: {at:3}%|#    | {at}/100 [{at // 10:02}:00<09:00,  6.00s/it]" for at in range(10, 110, 10)
+    ]
+    report = explain_lines([f"[rank0] step 8: running validation ({who})", *bars, *waiting(1, 2, 3)], world_size=4)
+    assert (report.culprits, report.decision) == ((0,), decision)
+
+
+def test_a_quota_that_forbids_a_pod_and_a_driver_too_old_are_the_environments(explain_lines: Explain) -> None:
+    waited = "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 3/4 clients joined."
+    quota = 'level=warning msg="Error creating: pods \\"sft-worker-2\\" is forbidden: exceeded quota: gpu-quota, requested: requests.nvidia.com/gpu=8"'
+    assert explain_lines({"operator.log": [quota], "sft-master-0.log": [waited]}).decision == "fix-environment"
+    old = "[rank1]: RuntimeError: The NVIDIA driver on your system is too old (found version 12000)."
+    assert explain_lines({"sft-master-0.log": [old], "operator.log": ["ready"]}).decision == "fix-environment"
+
+
+@pytest.mark.parametrize("error", [["compute.instances.hostError  DONE  2025-06-05T18:19:02.1-00:00"], []])
+def test_a_host_whose_machine_failed_is_started_again(explain_lines: Explain, error: list[str]) -> None:
+    lost = "E0605 18:20:44.1 140120 coordination_service.cc:1211] /job:jax_worker/replica:0/task:11 has been set to ERROR in coordination service: UNAVAILABLE: Task /job:jax_worker/replica:0/task:11 heartbeat timeout."
+    report = explain_lines([lost, *error])
+    assert (report.culprits, report.decision) == ((11,), "restart" if error else "unknown")

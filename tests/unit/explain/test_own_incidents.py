@@ -14,7 +14,7 @@ from ncclguard.incident.model import Incident
 from ncclguard.incident.report import show
 from ncclguard_explain import Report, explain
 from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_INTERRUPTED, ADVICE_WATCHED, Cause
-from ncclguard_explain.language import choose
+from ncclguard_explain.language import choose, said
 
 Explain = Callable[..., Report]
 
@@ -650,3 +650,63 @@ def test_what_the_sides_of_one_operation_differ_in(explain_lines: Explain, ours:
         "╰──────╯",
     ]
     assert said in explain_lines(panel).class_reason
+
+
+def test_the_same_call_on_another_group_is_a_divergence(explain_lines: Explain) -> None:
+    panel = of_panel(
+        "8068ab43-0-cpu-2.0",
+        "all_reduce(float32[9], SUM) failed after 0.004 s: rank 1 diverged: the same call on another group.",
+        "cause: diverged, in another collective than the others",
+        "ranks 0, 2 called all_reduce(float32[9], SUM)",
+        "rank 1 called all_reduce(float32[9], SUM) of group 3",
+    )
+    report = explain_lines(panel)
+    assert (report.culprits, report.cause_class) == ((1,), "rank_divergence")
+    assert "on different groups" in report.class_reason
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ("rank 1 has not come: it is at data.py:44 in fetch", (1,)),
+        ("rank 1 没有来：它在 data.py:44 in fetch", (1,)),
+        ("rank 1 has not come: it waits in barrier()", ()),
+        ("rank 1 has not come: it is at data.py:44 in fetch; rank 2 has not come: it waits in barrier()", ()),
+        ("every rank has entered: the transfer itself is slow or stalled", ()),
+    ],
+)
+def test_who_was_awaited_when_the_job_was_ended_is_late(
+    explain_lines: Explain, said: str, named: tuple[int, ...]
+) -> None:
+    waits = f"ncclguard: all_reduce(float32[9], SUM) has been waiting for 20 s (deadline in 40 s): {said}"
+    ended = "slurmstepd: error: *** STEP 7.0 ON a01 CANCELLED AT 2026-01-30T02:00:00 DUE TO TIME LIMIT ***"
+    report = explain_lines(["step 3 loss 1.0", waits, ended], world_size=3)
+    assert report.incident and report.culprits == named
+    if named:
+        assert (report.cause, report.decision) == ("late", "fix-code")
+        assert "data.py:44 in fetch" in report.reason
+
+
+def test_who_came_after_all_is_not_late(explain_lines: Explain) -> None:
+    waits = "ncclguard: all_reduce() has been waiting for 20 s (deadline in 40 s): rank 1 has not come: it is at data.py:44 in fetch"
+    steps = [f"step {n} loss 1.0" for n in range(4, 9)]
+    assert not explain_lines([waits, *steps]).incident
+    assert (
+        explain_lines(
+            [
+                waits,
+                *steps,
+                "slurmstepd: error: *** STEP 7.0 ON a01 CANCELLED AT 2026-01-30T02:00:00 DUE TO TIME LIMIT ***",
+            ]
+        ).culprits
+        == ()
+    )
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_call_whose_source_is_not_recorded_is_compared_first(explain_lines: Explain, language: str) -> None:
+    advice = said(ADVICE_WATCHED[Cause.NETWORK], language)
+    verdict = "broadcast(float32[9]) stood still for 5 s: cause: network."
+    report = explain_lines([f"ncclguard incident 83cc589a-0-gloo-10.0: {verdict} {advice}"])
+    assert report.cause == "network"
+    assert "compare that first" in report.next_step

@@ -172,3 +172,46 @@ def test_what_a_test_of_alerts_expects_is_no_incident(explain_lines: Explain, ke
     row = key + '{alertname="GPUXid79", gpu="5"} Annotations:{summary="' + XID + '"}]'
     assert not explain_lines(["promtool test rules tests/gpu_test.yaml --debug", row, "  SUCCESS"]).incident
     assert explain_lines([row.replace(key, ""), XID]).incident
+
+
+TIMED_OUT = timeout(3)[0]
+
+
+@pytest.mark.parametrize("behind", ["", " | head -3"])
+def test_what_a_search_in_old_logs_finds_is_no_incident(explain_lines: Explain, behind: str) -> None:
+    found = f"/home/ana/old_logs/2025-11/job7.err:88:{TIMED_OUT}"
+    report = explain_lines(
+        [f"$ grep -rn 'Watchdog' ~/old_logs/2025-11/{behind}", found, "$ tail -1 run/train.log", "step 41020 loss 1.8"]
+    )
+    assert not report.incident
+    report = explain_lines(
+        [f"$ grep -rn 'Watchdog' ~/runs/now/{behind}", found.replace("old_logs/2025-11", "runs/now")]
+    )
+    assert report.incident
+
+
+def test_a_page_of_search_results_is_no_log(explain_lines: Explain) -> None:
+    head = ['Search: "watchdog timeout"      About 41 results (page 1)', ""]
+    first = ["1. Stuck job", "   forum.example.org › distributed › 7", f'   ... "{TIMED_OUT}" ... Solved', ""]
+    second = ["2. What a watchdog is", "   blog.example.dev › debug", "   A guide."]
+    assert not explain_lines([*head, *first, *second]).incident
+    assert explain_lines([*head, *first, *second, *timeout(3), "srun: error: n1: task 3: Aborted"]).incident
+    assert explain_lines(["scored 41 results", *timeout(3)]).incident
+
+
+def test_what_is_cited_in_a_chat_is_no_incident_while_the_job_goes_on(explain_lines: Explain) -> None:
+    said = ["[09:12] mina   did you ever see this?", f"[09:13] mina   > {TIMED_OUT}",
+            "[09:13] mina   > torch.distributed.elastic.multiprocessing.errors.ChildFailedError:",
+            "[09:15] hana   that was November, and is mended"]  # fmt: skip
+    tail = ["[09:16] hana   ```", "step 611: loss 0.2", "step 612: loss 0.2", "```", "[09:17] mina   good"]
+    assert not explain_lines([*said, *tail]).incident
+    assert explain_lines([*said, "[09:17] mina   no idea", "[09:18] hana   me neither"]).incident
+
+
+def test_the_response_of_a_model_that_a_server_logs_is_quoted(explain_lines: Explain) -> None:
+    server = "(APIServer pid=1) INFO 11-12 07:03:19 [logger.py:71] "
+    answer = f"{server}Generated response chatcmpl-8a1: output: 'Like this:\\n{TIMED_OUT}\\nThat\\'s it', finish_reason: stop"
+    assert not explain_lines(
+        [answer, '(APIServer pid=1) INFO: 10.2.0.41:51 - "POST /v1/completions HTTP/1.1" 200 OK']
+    ).incident
+    assert explain_lines([answer, *timeout(3)]).incident

@@ -727,3 +727,65 @@ def test_a_trial_stopped_long_ago_excuses_no_end(explain_lines: Explain) -> None
     assert explain_lines(["Trial 1 pruned", *["x y"] * 300, *ENDED]).incident
     assert explain_lines([*ENDED, *["x y"] * 80, "Trial 9 pruned"]).incident
     assert explain_lines(ENDED).incident
+
+
+TRAINED = [f"step {n}: reward=0.4{n} sync=3.2s rollout_engines=8/8" for n in range(70, 79)]
+BROKEN_ENGINE = (
+    "(SGLangEngine pid=88) [2026-04-01 03:00:00] Scheduler hit an exception: torch.AcceleratorError: CUDA error: an "
+    "illegal memory access was encountered"
+)
+
+
+@pytest.mark.parametrize("steps_behind", [0, 1, 5])
+def test_an_engine_that_breaks_is_no_incident_when_the_trainer_steps_on(
+    explain_lines: Explain, steps_behind: int
+) -> None:
+    report = explain_lines([*TRAINED[:4], BROKEN_ENGINE, *TRAINED[4 : 4 + steps_behind]])
+    assert report.incident is (steps_behind < 3)
+
+
+BEGUN_AGAIN = ["resuming from /data/run9/it4100", *(f"it={n} loss=2.1" for n in range(4100, 4104))]
+TAKEN = "slurmstepd: error: *** STEP 77.0 ON a01 CANCELLED AT 2026-01-30T02:00:00 DUE TO PREEMPTION ***"
+TOLD_TO_END = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 4410 got signal: 15"
+
+
+@pytest.mark.parametrize("end", [TAKEN, TOLD_TO_END])
+def test_a_planned_end_is_no_incident_once_the_job_has_resumed(explain_lines: Explain, end: str) -> None:
+    assert not explain_lines(["it=4000 loss=2.2", end, *BEGUN_AGAIN]).incident
+    assert explain_lines(["it=4000 loss=2.2", end]).incident
+    assert explain_lines([*BEGUN_AGAIN, end]).incident
+
+
+def test_a_signal_that_says_a_fault_is_no_planned_end(explain_lines: Explain) -> None:
+    assert explain_lines(["it=4000 loss=2.2", TOLD_TO_END.replace("15", "11"), *BEGUN_AGAIN[:2]]).incident
+
+
+TOO_LARGE = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 5.00 GiB."
+STATISTICS = ["Study statistics: ", "  Number of finished trials:  24", "  Number of failed trials:  {}"]
+
+
+@pytest.mark.parametrize(
+    ("end", "incident"),
+    [
+        ([line.format(0) for line in STATISTICS], False),
+        ([line.format(1) for line in STATISTICS], True),
+        (["Trial status: 16 TERMINATED"], False),
+        (["Trial status: 15 TERMINATED | 1 ERROR"], True),
+        (["sweep finished, exit code 0"], False),
+        (["sweep finished, exit code 1"], True),
+    ],
+)
+def test_a_study_that_ends_well_has_survived_its_trials(explain_lines: Explain, end: list[str], incident: bool) -> None:
+    assert explain_lines([TOO_LARGE, "[sweep] next trial", *end]).incident is incident
+
+
+@pytest.mark.parametrize("asked", ["^C", ""])
+def test_a_busy_server_that_is_interrupted_has_ended_in_order(explain_lines: Explain, asked: str) -> None:
+    report = explain_lines(
+        [
+            "(APIServer pid=1) INFO 05-20 07:54:12 [loggers.py:236] Engine 000: Avg prompt throughput: 697.1 tokens/s, Running: 32 reqs, Waiting: 2 reqs",
+            f"{asked}(APIServer pid=1) INFO 05-20 08:00:00 [launcher.py:110] Shutting down FastAPI HTTP server.",
+            "(Worker_TP1 pid=141) INFO 05-20 08:00:00 [multiproc_executor.py:739] Parent process exited, terminating worker",
+        ]
+    )
+    assert report.incident is not bool(asked)
