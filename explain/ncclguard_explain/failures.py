@@ -76,7 +76,7 @@ def follows_from_peers(type_name: str, text: str) -> bool:
     name = type_name.rsplit(".", 1)[-1]
     if name == "EOFError" and text:  # a pipe that has closed says nothing; of a file its reader says what is wrong
         return False
-    if "was built without" in text:  # torch without libuv: the store's own error
+    if "was built without" in text or "failed to listen" in text:  # the store's own: no libuv, or its port is taken
         return False
     return name in _FOLLOWING_TYPES or _FOLLOWS.search(text) is not None
 

@@ -1087,3 +1087,20 @@ def test_a_host_whose_machine_failed_is_started_again(explain_lines: Explain, er
     lost = "E0605 18:20:44.1 140120 coordination_service.cc:1211] /job:jax_worker/replica:0/task:11 has been set to ERROR in coordination service: UNAVAILABLE: Task /job:jax_worker/replica:0/task:11 heartbeat timeout."
     report = explain_lines([lost, *error])
     assert (report.culprits, report.decision) == ((11,), "restart" if error else "unknown")
+
+
+def test_the_rank_whose_port_is_taken_is_named_and_its_machine_is_to_be_mended(explain_lines: Explain) -> None:
+    """It hosts the store; the others time out for want of it."""
+    taken = (
+        "The server socket has failed to listen on any local network address. port: 29500, code: -98, name: EADDRINUSE"
+    )
+    lines = ["[rank0]: Traceback (most recent call last):", '[rank0]:   File "t.py", line 20, in <module>',
+             f"[rank0]: torch.distributed.DistNetworkError: {taken}, message: address already in use"]  # fmt: skip
+    others = [
+        f"[rank{rank}]: torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (n1, 29500)."
+        for rank in (1, 2, 3)
+    ]
+    for log in (lines, [*lines, *others], [*others, *lines]):
+        report = explain_lines(log, world_size=4)
+        assert (report.culprits, report.decision) == ((0,), "fix-environment")
+    assert explain_lines(others, world_size=4).culprits == ()
