@@ -1104,3 +1104,16 @@ def test_the_rank_whose_port_is_taken_is_named_and_its_machine_is_to_be_mended(e
         report = explain_lines(log, world_size=4)
         assert (report.culprits, report.decision) == ((0,), "fix-environment")
     assert explain_lines(others, world_size=4).culprits == ()
+
+
+def test_a_traceback_of_another_rank_that_is_printed_again_is_still_that_ranks(explain_lines: Explain) -> None:
+    """The rank that could not write, and the first rank, which prints what it was sent of that."""
+    full = "OSError: [Errno 28] No space left on device"
+    own = ["[rank3]: Traceback (most recent call last):", '[rank3]:   File "/x/w.py", line 3, in w', f"[rank3]: {full}"]
+    sent = [line.replace("rank3", "rank0").replace("last):", "last): (RANK 3)") for line in own]
+    told = ["[rank0]: torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([3])"]
+    for lines in ([*own, *told, *sent], [*own, *sent], [*told, *sent]):
+        assert explain_lines(lines, world_size=4).culprits == (3,)
+    also = [line.replace("rank3", "rank0") for line in own]
+    assert explain_lines([*own, *also], world_size=4).culprits == (0, 3)
+    assert explain_lines([*own, *sent[:1], "[rank1]: x", *also], world_size=4).culprits == (0, 3)
