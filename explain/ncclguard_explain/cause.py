@@ -96,6 +96,12 @@ ADVICE_WATCHED = {
     ),
 }
 
+#: Calls with a source or destination. They end there, or on who has sent its part, while the others still wait in them:
+#: so one in the next call is ahead, and not astray.
+ROOTED = frozenset(
+    ["broadcast", "broadcast_object_list", "reduce", "gather", "gather_object", "scatter", "scatter_object_list"]
+)
+
 #: That of a call with a source or destination that only stands still.
 ADVICE_SOURCE_FIRST = tr(
     "Compare the source or destination that each rank gives (`src=`, `dst=`): it is not recorded, and where it differs a call "

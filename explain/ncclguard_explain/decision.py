@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ncclguard_explain import engines, incident_text, places
-from ncclguard_explain.cause import ADVICE_WATCHED, Cause
+from ncclguard_explain.cause import ADVICE_SOURCE_FIRST, ADVICE_WATCHED, Cause
 from ncclguard_explain.causes import OUT_OF_MEMORY, Finding
 from ncclguard_explain.evidence import Evidence
 from ncclguard_explain.facts import EXPIRED, Fact, Kind, Verdict
@@ -352,16 +352,20 @@ _ADVICE = {
 _NOT_IMPORTED = re.compile(r"\bUnknown backend type:? '?ncclguard")
 
 
-#: Words of the advice for a call whose source or destination is not recorded.
-_COMPARE_FIRST = re.compile(r"compare that first|先比较它")
+#: Words of the advice for a call whose source or destination is not recorded, of any call and of one that has such.
+_COMPARE_FIRST = (
+    (re.compile(r"Compare the source or destination|先对比各 rank 给出的源"), ADVICE_SOURCE_FIRST),
+    (re.compile(r"compare that first|先比较它"), ADVICE_WATCHED[Cause.NETWORK]),
+)
 
 
 def next_step(decision: Decision, verdict: Verdict, finding: Finding, stacks: bool, own: Fact | None = None) -> str:
     """Return the one thing to do next; `own` is the incident of ncclguard's that the verdict is, which has its own."""
     if own is not None and own.advice:
         return _advised(finding, own)[0]
-    if own is not None and _COMPARE_FIRST.search(own.text):
-        return ADVICE_WATCHED[Cause.NETWORK]
+    hint = next((advice for words, advice in _COMPARE_FIRST if own is not None and words.search(own.text)), None)
+    if hint is not None:
+        return hint
     if any(_NOT_IMPORTED.search(fact.detail) for fact in verdict.facts + finding.facts):
         return tr(
             'Write `import ncclguard` before init_process_group("ncclguard"), in the program of every rank: that makes the '

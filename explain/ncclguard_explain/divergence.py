@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from ncclguard_explain.cause import Cause
+from ncclguard_explain.cause import ROOTED, Cause
 from ncclguard_explain.evidence import Evidence, Row, World, collectives_in
 from ncclguard_explain.facts import Fact, Kind, Verdict, Work, united
 from ncclguard_explain.failures import named_ranks
@@ -197,7 +197,7 @@ def by_divergence(evidence: Evidence, world: World) -> Verdict | None:
             verdict.culprits, verdict.suspects, verdict.confidence = (), verdict.culprits, "low"
         if verdict.culprits and all(work.seq is None for work in works.values()):
             verdict.confidence = "medium"  # by their tracebacks: which call it was of each is not known
-            if _END_EARLY & {work.op for rank, work in works.items() if rank not in verdict.culprits}:
+            if ROOTED & {work.op for rank, work in works.items() if rank not in verdict.culprits}:
                 verdict.culprits, verdict.suspects, verdict.confidence = (), verdict.culprits, "low"
                 verdict.reason = tr("one of these calls ends on some ranks before the others have done their part")
         verdict.rule = f"divergence: {verdict.rule}"
@@ -276,11 +276,6 @@ def by_alone(evidence: Evidence, world: World) -> Verdict | None:
 
 #: Calls that ranks of one job make differently when all is well.
 _BETWEEN_TWO = frozenset(["send", "recv", "isend", "irecv", "batch_isend_irecv"])
-#: Calls that end on some ranks while the others still wait in them: on the source of a broadcast, and on who has sent
-#: its part to the target of a reduce. So one in the next call is ahead, and not astray.
-_END_EARLY = frozenset(
-    ["broadcast", "broadcast_object_list", "reduce", "gather", "gather_object", "scatter", "scatter_object_list"]
-)
 
 
 def by_tracebacks(evidence: Evidence, world: World) -> Verdict | None:
@@ -296,7 +291,7 @@ def by_tracebacks(evidence: Evidence, world: World) -> Verdict | None:
     if world.size is None or world.size < 3 or waited != set(range(world.size)) or len(calls) != 2:
         return None
     few, many = sorted(calls, key=lambda call: len(calls[call]))
-    if not few or not many or len(calls[few]) > 1 or {few, many} & _BETWEEN_TWO or many in _END_EARLY:
+    if not few or not many or len(calls[few]) > 1 or {few, many} & _BETWEEN_TWO or many in ROOTED:
         return None
     named = (calls[few][0].rank or 0,)
     reason = tr("{ranks} waited in {call}, and all others in {other}", ranks=ranks_text(named), call=few, other=many)

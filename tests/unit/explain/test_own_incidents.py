@@ -13,7 +13,14 @@ from explain_logs import timeout
 from ncclguard.incident.model import Incident
 from ncclguard.incident.report import show
 from ncclguard_explain import Report, explain
-from ncclguard_explain.cause import ADVICE, ADVICE_ABORTED, ADVICE_INTERRUPTED, ADVICE_WATCHED, Cause
+from ncclguard_explain.cause import (
+    ADVICE,
+    ADVICE_ABORTED,
+    ADVICE_INTERRUPTED,
+    ADVICE_SOURCE_FIRST,
+    ADVICE_WATCHED,
+    Cause,
+)
 from ncclguard_explain.language import choose, said
 
 Explain = Callable[..., Report]
@@ -704,9 +711,18 @@ def test_who_came_after_all_is_not_late(explain_lines: Explain) -> None:
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_a_call_whose_source_is_not_recorded_is_compared_first(explain_lines: Explain, language: str) -> None:
-    advice = said(ADVICE_WATCHED[Cause.NETWORK], language)
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        (ADVICE_WATCHED[Cause.NETWORK], "compare that first"),
+        (ADVICE_SOURCE_FIRST, "Compare the source or destination that each rank gives"),
+    ],
+)
+def test_a_call_whose_source_is_not_recorded_is_compared_first(
+    explain_lines: Explain, hint: str, words: str, language: str
+) -> None:
+    advice = said(hint, language)
     verdict = "broadcast(float32[9]) stood still for 5 s: cause: network."
     report = explain_lines([f"ncclguard incident 83cc589a-0-gloo-10.0: {verdict} {advice}"])
     assert report.cause == "network"
-    assert "compare that first" in report.next_step
+    assert words in report.next_step
