@@ -43,6 +43,7 @@ from ncclguard_explain.cause import (
     ADVICE_OUTSIDE,
     ADVICE_SOURCE_FIRST,
     ADVICE_WATCHED,
+    ROOTED,
     SEE_LOST,
     WORD,
     Cause,
@@ -270,11 +271,7 @@ def _advice(
         )
     if cause is Cause.FAILED and blamed and all(is_repeat(str(one.exception)) for one in blamed):
         return ADVICE_ENDED_BY_EARLIER
-    if (
-        cause is Cause.NETWORK
-        and not state.guarded
-        and text.partition("(")[0] in ("broadcast", "reduce", "gather", "scatter")
-    ):
+    if cause is Cause.NETWORK and not state.guarded and text.partition("(")[0] in ROOTED:
         return ADVICE_SOURCE_FIRST
     if cause is Cause.STUCK:
         return _advice_on_stuck(blamed, state) or advice
@@ -509,7 +506,6 @@ _TRY = re.compile(r"='(evaluation .*), (?:(?:beginning|end) of )?try (\d+)'")
 
 
 #: A frame of a collective of torch, and of what makes or ends groups.
-_OWN_FRAME = re.compile(r"^ncclguard/")
 _TORCHS_OWN = re.compile(r"torch/distributed/distributed_c10d\.py:\d+ in ([a-z]\w*)")
 #: How an exception reads of a rank that had no memory, on the device or on the host.
 _OUT_OF_MEMORY = re.compile(r"out ?of ?memory|\bMemoryError\b", re.IGNORECASE)
@@ -828,7 +824,11 @@ def _not_come(sequence: int, reports: Mapping[int, Report], departed: Mapping[in
     def was_elsewhere(left: Departure) -> bool:
         stack = _frames(left.details.get("stack"))
         own = innermost_of_program(stack)
-        return left.done < sequence and own is not None and not any(map(_OWN_FRAME.search, stack[own:]))
+        return (
+            left.done < sequence
+            and own is not None
+            and not any(frame.startswith("ncclguard/") for frame in stack[own:])
+        )
 
     ended = {rank for rank, left in departed.items() if rank not in reports and was_elsewhere(left)}
     return sorted(ended | {rank for rank, report in reports.items() if report.phase_at(sequence) is Phase.NONE})

@@ -289,9 +289,9 @@ def is_interrupt(departure: Departure) -> bool:
 
 def raises_interrupt(report: Report) -> bool:
     """Return whether a rank's call raised KeyboardInterrupt."""
-    trouble = report.trouble
-    raised = trouble is not None and trouble.kind is TroubleKind.RAISED
-    return raised and trouble is not None and trouble.text.startswith(KeyboardInterrupt.__name__)
+    if report.trouble is None or report.trouble.kind is not TroubleKind.RAISED:
+        return False
+    return report.trouble.text.startswith(KeyboardInterrupt.__name__)
 
 
 def interrupted_from_outside(reports: Mapping[int, Report], departed: Mapping[int, Departure], silent: Silent) -> bool:
