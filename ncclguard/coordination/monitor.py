@@ -254,6 +254,11 @@ class Monitor:
 
     # ------------------------------------------------------------------ the thread
 
+    def read_goodbyes(self) -> dict[int, Departure]:
+        """Return who has left, all read from the store; once this one has stopped."""
+        self._departures.read(self._store)
+        return self._departures.all()
+
     def _run(self) -> None:
         while not self._stop.is_set():
             try:

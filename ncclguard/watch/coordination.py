@@ -16,7 +16,7 @@ from typing import Final
 
 from ncclguard import torch_compat
 from ncclguard.coordination.group_state import KINDS, GroupState, OpenCall, Subject, Summarise
-from ncclguard.coordination.incidents import ISSUERS, NOBODY_WAITS
+from ncclguard.coordination.incidents import ISSUERS, NOBODY_WAITS, summarise
 from ncclguard.coordination.inquiry import ALL_ENTERED, Question, not_answering, not_come
 from ncclguard.coordination.liveness import silent_cause
 from ncclguard.coordination.monitor import Monitor
@@ -41,7 +41,7 @@ from ncclguard.protocol.decision import (
 )
 from ncclguard.protocol.member import Member
 from ncclguard.watch.judge import COMPARES, MESSAGE, STARTED, analyse, expired, has_issued, is_consequence, verdict_of
-from ncclguard.watch.recorder import Calls, Observation, Pending, Recorder
+from ncclguard.watch.recorder import MOST_RECENT, RECENT, Calls, Observation, Pending, Recorder
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import joined, received, told, tr
 from ncclguard_explain.ranks import SHOWN_GROUPS, ranks_text
@@ -127,9 +127,16 @@ class WatchState(GroupState):
         return [(p.channel, p.sequence, p.text, now - self.age(p)) for p in self.observation.pending]
 
     def last_words(self) -> Watched:
-        """Return what this rank has issued, so that the others know at once whether they wait for it in vain."""
+        """Return what this rank has issued, so that the others know at once whether they wait for it in vain.
+
+        A watched one also says what it has called last in each group: rank 0 compares it when all have left.
+        """
         observation = self.read()
-        return Watched(issued=observation.issued, recent=_recent(observation))
+        calls = {} if self._limit is None or torch_compat.under_detail() else self.calls()
+        last = [call for one in calls.values() for call in one.latest(RECENT)]
+        last = sorted(last, key=lambda call: call.issued)[-MOST_RECENT:]
+        compared = tuple(_waiting(call, 0.0) for call in last)
+        return Watched(issued=observation.issued, recent=_recent(observation), compared=compared)
 
     def torchs_own(self) -> Watched:
         """Return also what this rank waits in, each since it was issued."""
@@ -171,6 +178,15 @@ class WatchState(GroupState):
         named = _Named(finding.channel or NOBODY_WAITS, self)
         incident = summarise(verdict, finding.reports, departed, silent, named)
         return replace(verdict, sides=model.sides(verdict.sides), incident=incident)
+
+    def judge_calls(self, goodbyes: Mapping[int, Departure]) -> str:
+        """Return the incident, as JSON, where the last calls of ranks that have left well are not the same; else ""."""
+        own = self.member
+        reports = {
+            rank: Report(rank=rank, generation=own.generation, watched=left.watched, details={COMPARES: True})
+            for rank, left in goodbyes.items()
+        }
+        return self.judge(own.generation, own.participants, reports, {}, {}, own.rank, summarise).incident
 
     def adopt(self, verdict: Verdict, donated: str | None) -> None:
         with self.condition:

@@ -321,22 +321,23 @@ def _mismatch(
 def _differing(
     reports: Mapping[int, Report],
 ) -> tuple[str, int, tuple[int, ...], tuple[int, ...], Sides] | None:
-    """Return the collective that the ranks are asked about, its members, who is odd, and the sides.
+    """Return the first collective that the ranks are asked about and that differs, its members, who is odd, the sides.
 
     It has ended, so nobody waits in it. A majority must be one with all of whom it is not known against it.
     """
-    said = {rank: one for rank, report in reports.items() if report.watched for one in report.watched.compared}
-    for place in sorted({(one.channel, one.sequence) for one in said.values()}):
-        here = {rank: one for rank, one in said.items() if (one.channel, one.sequence) == place}
+    said: dict[tuple[str, int, tuple[int, ...]], dict[int, Waiting]] = {}
+    for rank, report in reports.items():
+        for one in report.watched.compared if report.watched else ():
+            said.setdefault((one.channel, one.sequence, one.members), {})[rank] = one
+    for (channel, sequence, members), here in sorted(said.items()):
         called = {
             rank: Report(rank=rank, generation=0, operation=Operation(one.sequence, one.fingerprint, one.text))
             for rank, one in here.items()
         }
         odd, sides = divergence(called)
         if sides:
-            members = next(iter(here.values())).members
             most = 2 * len(sides[0][1]) > len(members)
-            return *place, members, odd if most else (), sides
+            return channel, sequence, members, odd if most else (), sides
     return None
 
 

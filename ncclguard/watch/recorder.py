@@ -43,6 +43,8 @@ _ONE_OPERATION: Final = {"_all_gather_base": "all_gather", "_reduce_scatter_base
 #: Collectives of which a rank says what they were after they have ended: a mismatch
 #: may end on some ranks, with rubbish.
 RECENT: Final = 8
+#: The same of all groups together, where each of them counts.
+MOST_RECENT: Final = 16
 #: Frames in which a thread waits for a collective, for the fallback.
 _NO_GROUP: Final = object()
 _WAITING: Final = ("torch.distributed.distributed_c10d", "torch.autograd.graph", "torch.autograd")
@@ -121,6 +123,11 @@ class Calls:
         """Return what must be equal on all ranks, in 63 bits; 0 where it is not known."""
         return _digest(tuple(_compared(entry, ended=True) for entry in self._entries.get(sequence, ())))
 
+    def latest(self, number: int) -> tuple[Pending, ...]:
+        """Return the last ones in full."""
+        found = (self.pending(sequence) for sequence in sorted(self._entries)[-number:])
+        return tuple(one for one in found if one is not None)
+
     def pending(self, sequence: int) -> Pending | None:
         """Return one of them in full."""
         entries = self._entries.get(sequence)
@@ -137,7 +144,7 @@ class _Channel:
     backend: str  # as the program calls it
     recorder: str  # as the recorder calls it
     ranks: tuple[int, ...]
-    since: int  # time.time_ns() when it was first seen
+    since: int  # time.time_ns() when it was not there yet, or first seen
 
 
 class Recorder:
@@ -145,6 +152,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._groups: tuple[tuple[dist.ProcessGroup, str, bool], ...] = ()
+        self._learned = 0  # time.time_ns() when it was last looked which there are
         self._channels: dict[str, _Channel] = {}
         self._recorders: tuple[str, ...] = ()
         self._covered: set[str] = set()  # recorders that have shown something
@@ -292,18 +300,19 @@ class Recorder:
         return found
 
     def _learn_groups(self) -> None:
+        now = time.time_ns()
         groups = tuple(_told_apart(group) for group in torch_compat.known_groups())
+        before, self._learned = self._learned or now, now  # a group that is new was not there before
         if groups == self._groups:
             return
         channels: dict[str, _Channel] = {}
-        now = time.time_ns()
         for group, name, connected in groups:
             ranks = torch_compat.recorded_ranks(group)
             if len(ranks) > 1 and connected:
                 for backend in sorted(_backends(group)):
                     recorder = torch_compat.recorder_name(group, backend)
                     former = self._channels.get(f"{name}:{backend}")
-                    since = former.since if former is not None and former.group is group else now
+                    since = former.since if former is not None and former.group is group else before
                     channels[f"{name}:{backend}"] = _Channel(group, name, backend, recorder, ranks, since)
         self._channels = channels
         self._recorders = tuple(sorted({channel.recorder for channel in channels.values()}))

@@ -14,7 +14,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,7 +40,7 @@ from ncclguard.metrics.monitoring import show_watched
 from ncclguard.metrics.records import OpenOperation, SlowRanks
 from ncclguard.outcome import of_incident
 from ncclguard.phases import phases_of, resolve_timeout
-from ncclguard.protocol.decision import TroubleKind, Verdict
+from ncclguard.protocol.decision import Departure, TroubleKind, Verdict
 from ncclguard.spelling import hinted
 from ncclguard.watch.comparison import Comparison
 from ncclguard.watch.coordination import KEY, WatchCoordination, WatchState, open_call
@@ -346,6 +346,14 @@ class Watcher:
             self._thread.join(DELIVERED_WITHIN)
         self._state.observe_no_more()
         self.finish_callbacks()
+
+    def compare_last_calls(self, goodbyes: Mapping[int, Departure]) -> None:
+        """Tell where the last calls of ranks that have all left well were not the same: nobody can be asked any more."""
+        incident = incidents.from_json(self._state.judge_calls(goodbyes))
+        if incident is not None:
+            incident = incident.model_copy(update={"agreed": False})
+            self._state.publish_alone(incident)
+            self._conclude(incident, None)
 
     def finish_callbacks(self) -> None:
         """Give functions of the program that have been begun a moment to return: the process is about to end."""

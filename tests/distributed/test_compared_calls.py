@@ -129,7 +129,9 @@ def calls_what_it_may() -> None:
         ng.safe_all_reduce(torch.ones(2)).raise_if_failed()
         going.fill_(float(compared() < 3 and time.monotonic() < end))
         dist.broadcast(going, src=0)
-    faults.report(incidents=[str(one) for one in handle.incidents], compared=compared())
+    number = compared()
+    dist.destroy_process_group()  # which compares once more
+    faults.report(incidents=[str(one) for one in handle.incidents], compared=number)
 
 
 def test_nobody_is_named_where_all_ranks_call_what_they_may() -> None:
@@ -138,3 +140,34 @@ def test_nobody_is_named_where_all_ranks_call_what_they_may() -> None:
     for rank in range(RANKS):
         assert result[rank].reports["incidents"] == [], str(result)
         assert result[rank].reports["compared"] >= 2, str(result)
+
+
+def reduces_and_leaves(odd: list[int], members: list[int] | None, calls: int) -> None:
+    """A job of a moment, in which some ranks call something else at last."""
+    handle, found = watched()
+    rank = dist.get_rank()
+    group = None if members is None else dist.new_group(members)
+    for call in range(1, calls + 1):
+        dtype = torch.int32 if rank in odd and call == calls else torch.float32
+        if members is None or rank in members:
+            dist.all_reduce(torch.ones(4, dtype=dtype), group=group)
+    dist.destroy_process_group()
+    faults.report(incidents=found, told=len(handle.incidents))
+
+
+@pytest.mark.parametrize(
+    ("odd", "members", "calls", "named"),
+    [([1], None, 1, (1,)), ([0], None, 30, (0,)), ([0, 1], None, 3, ()), ([3], [1, 2, 3], 3, (3,))],
+    ids=["a rank", "the first rank", "two against two", "in a group of three"],
+)
+def test_a_mismatch_at_the_end_of_a_job_is_told_when_all_have_left(
+    odd: list[int], members: list[int] | None, calls: int, named: tuple[int, ...]
+) -> None:
+    """The job is over before the first comparison; the first rank tells, since nobody else is there any more."""
+    result = faults.run_ranks(reduces_and_leaves, RANKS, args=[odd, members, calls], timeout=60)
+    said = [result[rank].reports for rank in range(RANKS)]
+    assert [one["told"] for one in said] == [1, 0, 0, 0], str(result)
+    incident = ng.Incident.from_json(said[0]["incidents"][0])
+    assert (str(incident.cause), incident.culprits, incident.agreed) == ("diverged", named, False), incident
+    assert incident.op_id.rpartition("/")[2] == str(calls), "the first one that differs"
+    assert {text.split("[")[0] for text, _ in incident.sides} == {"all_reduce(Float ", "all_reduce(Int "}
