@@ -442,9 +442,13 @@ def _names_the_same_dead(known: Incident, later: Incident) -> bool:
 
 
 def _shows_its_side(known: Incident, later: Incident) -> bool:
-    """Return whether ranks diverged by what a known incident shows, and the later one has nobody to name for it."""
+    """Return whether ranks diverged by what a known incident shows, and the later one names nobody else for it.
+
+    In the same group a later call of the same ranks may differ anew.
+    """
     told = [{text for text, _ in one.sides if _NUMBERED.search(text)} for one in (known, later)]
-    if later.cause is not Cause.DIVERGED or later.culprits:
+    of_another_group = later.group != known.group and later.culprits == known.culprits
+    if later.cause is not Cause.DIVERGED or (later.culprits and not of_another_group):
         return False
     return not told[0].isdisjoint(told[1]) or _has_the_same_sides(known, later, numbered=False)
 

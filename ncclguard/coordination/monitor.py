@@ -565,20 +565,20 @@ class Monitor:
 
     # ------------------------------------------------------------------ what the inquiries need
 
-    def waiting_elsewhere(self, key: str) -> tuple[str, float]:
-        """The call of another group that this rank waits in, else one that failed, and how long ago.
+    def waiting_elsewhere(self, key: str) -> tuple[str, tuple[int, ...], float]:
+        """The call of another group that this rank waits in, else one that failed; its members, and how long ago.
 
         With its group: the same call on another one is what is wrong where ranks were given different groups.
         """
         found = [(state, *state.waiting()) for state in self.states() if state.key != key]
         waiting = min((one for one in found if one[1]), key=lambda one: one[2], default=None)
         if waiting is None:
-            return "", 0.0
+            return "", (), 0.0
         state, text, ended = waiting
         if state.guarded:  # what is watched says its group by itself
             group, ranks = GroupKey.parse(state.key).short, ranks_text(state.member.members)
             text = tr("{operation} of group {name} ({ranks})", operation=text, name=group, ranks=ranks)
-        return text, ended
+        return text, state.member.members if state.guarded else (), ended
 
     def read_departures(self) -> dict[int, Departure]:
         """Every departure that is known to the store, or was a moment ago; from the monitor's own thread only."""

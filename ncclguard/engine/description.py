@@ -105,10 +105,10 @@ class Description:
             details[INTERRUPTED] = True
         details |= report.details
         trouble = report.trouble
-        elsewhere, free_for = self._monitor.waiting_elsewhere(state.key)
+        elsewhere, awaited, free_for = self._monitor.waiting_elsewhere(state.key)
         if not elsewhere or free_for:
             making = torch_compat.group_in_the_making()
-            elsewhere, free_for = (making, 0.0) if making else (elsewhere, free_for)
+            elsewhere, awaited, free_for = (making, (), 0.0) if making else (elsewhere, awaited, free_for)
         watched = report.watched
         if state.guarded:
             watches = [self._monitor.state(key, self._job) for key in KINDS] if self._job else []
@@ -117,6 +117,7 @@ class Description:
             report,
             trouble=None if trouble is None else replace(trouble, text=trouble.text[:TEXT]),
             elsewhere=elsewhere[:TEXT],
+            awaited=awaited,
             free_for=free_for,
             watched=watched,
             details=shortened(details, len(state.member.members)),

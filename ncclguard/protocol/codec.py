@@ -35,7 +35,7 @@ def dumps(value: Report | Verdict | Departure | Operation) -> str:
             "sides": [[text, ranges(ranks)] for text, ranks in value.sides],
         }
     elif isinstance(value, Report):
-        data["watched"] = _dumped(value.watched)
+        data |= {"watched": _dumped(value.watched), "awaited": ranges(value.awaited)}
     return json.dumps(data, separators=(",", ":"), default=str)
 
 
@@ -69,6 +69,7 @@ def loads_report(text: str) -> Report:
         data["trouble"] = Trouble(**{**data["trouble"], "kind": TroubleKind(data["trouble"]["kind"])})
     data["phase"] = Phase(data["phase"])
     data["watched"] = _loaded(data.get("watched"))
+    data["awaited"] = ranks_of(data["awaited"])
     return Report(**data)
 
 

@@ -160,6 +160,7 @@ class Report:
     age: float = 0.0  # seconds since this rank entered the operation, by its own clock
     budget: float | None = None  # seconds left until its deadline, by its own clock
     elsewhere: str = ""  # an operation of another group this rank is waiting in, or has waited in, in vain
+    awaited: tuple[int, ...] = ()  # the members of that group, where they are known
     free_for: float = 0.0  # seconds since that ended; 0 while it is waiting
     watched: Watched | None = None  # collectives that the guard does not carry; None where they are not watched
     returned: bool = False  # the operation has returned without a verdict: its caller was told that nobody is known
@@ -243,7 +244,8 @@ def elsewhere_long_enough(reports: Mapping[int, Report]) -> dict[int, Report]:
     """
     waited = max((r.age for r in reports.values()), default=0.0)
     return {
-        rank: replace(r, elsewhere="", free_for=0.0) if r.free_for > waited / 2 else r for rank, r in reports.items()
+        rank: replace(r, elsewhere="", awaited=(), free_for=0.0) if r.free_for > waited / 2 else r
+        for rank, r in reports.items()
     }
 
 
@@ -255,7 +257,9 @@ def waits_outside(reports: Mapping[int, Report]) -> dict[int, Report]:
     """
     inside = {r.rank: r.watched.issued for r in reports.values() if r.operation is not None and r.watched is not None}
 
-    def waits_for_one_inside(wait: Waiting) -> bool:
+    def is_told(report: Report, wait: Waiting) -> bool:
+        if report.elsewhere and not report.free_for:
+            return wait.text == report.elsewhere
         return wait.age >= TELLING_AFTER and any(
             issued.get(wait.channel, wait.sequence) < wait.sequence
             for rank, issued in inside.items()
@@ -264,10 +268,10 @@ def waits_outside(reports: Mapping[int, Report]) -> dict[int, Report]:
 
     found = dict(reports)
     for rank, report in reports.items():
-        if report.operation is None and report.watched is not None and (not report.elsewhere or report.free_for):
-            texts = [wait.text for wait in report.watched.waits if waits_for_one_inside(wait)]
-            if texts:
-                found[rank] = replace(report, elsewhere=texts[0], free_for=0.0)
+        if report.operation is None and report.watched is not None:
+            wait = next((wait for wait in report.watched.waits if is_told(report, wait)), None)
+            if wait is not None:
+                found[rank] = replace(report, elsewhere=wait.text, awaited=wait.members, free_for=0.0)
     return found
 
 
@@ -433,7 +437,8 @@ def _blame(
         raised = {rank: cause for rank, cause in raised.items() if not raises_interrupt(reports[rank])}
         killed = killed_after_interrupt(reports, departed)
         gone = {rank: cause for rank, cause in gone.items() if not is_sent_away(departed[rank], killed)}
-    if raised or gone:
+    astray = {rank for rank in gone if _was_elsewhere(reports.get(rank), departed[rank])}
+    if raised or gone.keys() - astray:
         return {**gone, **raised}, ()
     if gave_up:  # the reason is in another verdict: named where there is nobody else
         return gave_up, ()
@@ -444,17 +449,22 @@ def _blame(
         odd, sides = _finished(sequence, reports, entered)
     if sides:
         return dict.fromkeys(odd, Cause.DIVERGED), sides
-    if not (overdue or silent):
+    if not (overdue or silent or astray):
         return {}, ()
     missing = {
         rank: Cause.DIVERGED if r.elsewhere else Cause.LATE
         for rank, r in reports.items()
-        if overdue and r.phase_at(sequence) is Phase.NONE and not _is_held(r, sequence)
+        if (overdue or rank in astray) and r.phase_at(sequence) is Phase.NONE and not _is_held(r, sequence)
     }
     missing.update({rank: cause for rank, cause in silent.items() if rank in members and cause is not None})
     if missing:
         return _without_majority(missing, entered, reports)
     return ({}, ()) if silent else _came_last(entered)
+
+
+def _was_elsewhere(report: Report | None, departure: Departure) -> bool:
+    """Return whether a rank has left after it had waited in another group in vain: it would not have come anyhow."""
+    return departure.cause is Cause.EXITED and report is not None and bool(report.elsewhere)
 
 
 def largest_first(sides: Iterable[tuple[str, Sequence[int]]]) -> Sides:
@@ -511,7 +521,7 @@ def _without_majority(
 ) -> tuple[dict[int, Cause], Sides]:
     """Two groups waiting for each other accuse nobody unless one side is the larger: show both sides.
 
-    The larger may be in a collective of torch's own, whose members are known. Where somebody is in no call at all, or
+    The larger may be in a collective of another group, or of torch's own, whose members are known. Where somebody is in no call at all, or
     silent, those that wait elsewhere may wait for that one.
     """
     elsewhere = {rank for rank, cause in missing.items() if cause is Cause.DIVERGED}
@@ -528,19 +538,10 @@ def _without_majority(
     alone = len(elsewhere) == len(missing)
     if alone and 2 * len(entered) > len(entered) + len(elsewhere) and not makes_group:
         return missing, shown
-    if alone and len(shown) == 2 and len(elsewhere) > len(entered) and _all_wait_for(elsewhere, entered, reports):
+    waited_for = all({*entered} <= {*reports[rank].awaited} for rank in elsewhere)
+    if alone and len(shown) == 2 and len(elsewhere) > len(entered) and waited_for:
         return dict.fromkeys(sorted(entered), Cause.DIVERGED), shown
     return {rank: cause for rank, cause in missing.items() if rank not in elsewhere}, shown
-
-
-def _all_wait_for(ranks: Iterable[int], others: Iterable[int], reports: Mapping[int, Report]) -> bool:
-    """Return whether each of these ranks waits, by what it says, in a collective of torch's own with all the others."""
-
-    def waits(report: Report) -> bool:
-        known = () if report.watched is None else report.watched.waits
-        return any(one.text == report.elsewhere and {*others} <= {*one.members} for one in known)
-
-    return all(waits(reports[rank]) for rank in ranks)
 
 
 def _came_last(entered: Mapping[int, Report]) -> tuple[dict[int, Cause], Sides]:

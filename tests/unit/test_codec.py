@@ -40,6 +40,7 @@ reports = st.builds(
     age=seconds,
     budget=st.none() | seconds,
     elsewhere=words,
+    awaited=st.lists(ranks, max_size=5).map(tuple),
     details=st.dictionaries(words, words | st.integers() | st.lists(words, max_size=3), max_size=3),
 )
 verdicts = st.builds(

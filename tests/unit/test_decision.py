@@ -421,7 +421,31 @@ def test_who_calls_the_guard_where_most_call_torchs_own_is_odd(
     others = []
     for rank, text in enumerate(texts, 1):
         waits = (Waiting("0:gloo", members, 9, 1, text, 5.0),)
-        others.append(replace(outside(rank, elsewhere=text), watched=Watched(waits=waits)))
+        others.append(replace(outside(rank, elsewhere=text), awaited=members, watched=Watched(waits=waits)))
     found = verdict_on(entered(0, trouble=DEADLINE), *others)
     assert (found.culprit_ranks, str(found.cause)) == (named, "diverged"), found
     assert len(found.sides) == 1 + len({*texts})
+
+
+@pytest.mark.parametrize(
+    ("awaited", "named"), [((0, 1, 2), (2,)), ((), ()), ((0, 1), ())], ids=["known", "unknown", "others only"]
+)
+def test_who_is_alone_on_a_group_while_the_rest_waits_for_it_on_another_is_odd(
+    awaited: tuple[int, ...], named: tuple[int, ...]
+) -> None:
+    """Of the other group's verdict the same rank is the culprit: it is one fault."""
+    others = [replace(outside(rank, elsewhere="all_reduce() of group 1"), awaited=awaited) for rank in (0, 1)]
+    found = verdict_on(*others, entered(2, trouble=DEADLINE))
+    assert (found.culprit_ranks, str(found.cause)) == (named, "diverged"), found
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_rank_that_leaves_after_it_has_waited_in_another_group_in_vain_is_astray(late: bool) -> None:
+    """Its program ends with that group's verdict, a moment before the others' limit passes, or long before."""
+    waiting = [entered(rank, trouble=DEADLINE if late else None) for rank in (0, 1)]
+    found = verdict_on(
+        *waiting,
+        replace(outside(2, elsewhere="all_reduce() of group 2"), free_for=0.001),
+        departed={2: Departure(2, Cause.EXITED, "ended its program")},
+    )
+    assert (found.culprits, len(found.sides)) == (((2, Cause.DIVERGED),), 2), found

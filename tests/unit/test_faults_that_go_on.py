@@ -197,7 +197,10 @@ def test_a_fault_that_two_groups_feel_is_one() -> None:
     second = of_two_groups(("all_reduce(f) of group 2:cpu (ranks 0-2)", (0, 2)), ("all_reduce(f)", (1,)), culprits=())
     assert goes_on(first, second)
     assert "nothing tells who is wrong" in second.summary and "no side is a majority" not in second.summary
-    assert not goes_on(first, second.model_copy(update={"culprits": (1,)})), "it may be another one"
+    named = second.model_copy(update={"culprits": (1,)})
+    assert not goes_on(first, named), "it may be another one"
+    assert goes_on(first, named.model_copy(update={"group": "2:cpu"})), "both of its groups may name the same rank"
+    assert not goes_on(first, named.model_copy(update={"group": "2:cpu", "culprits": (0,)}))
     ddp = "all_reduce(Float [577], group 0 default_pg, number 18)"
     guarded = of_two_groups(("all_reduce(f)", (0, 2)), (ddp, (1,)))
     watched = of_two_groups(("all_reduce(f) of group 0:cpu (ranks 0-2)", (0, 2)), (ddp, (1,)))
