@@ -125,7 +125,11 @@ class Description:
 
     def identity(self) -> dict[str, object]:
         """Return which process this is, with its history."""
-        return {"host": self._host, "pid": os.getpid(), "history": self.history()}
+        return {**self.process(), "history": self.history()}
+
+    def process(self) -> dict[str, object]:
+        """Return which process this is."""
+        return {"host": self._host, "pid": os.getpid()}
 
     def history(self) -> dict[str, object]:
         """The last operations of this rank, in all groups."""

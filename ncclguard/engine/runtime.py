@@ -277,7 +277,8 @@ class Runtime:
                 self.monitor.nonfinite.settle()
             if self.watcher is not None:
                 self.watcher.close()
-            self.monitor.depart(cause, text, self.monitor.timing.leave, follows=self._follows)
+            said = self._description.process()
+            self.monitor.depart(cause, text, self.monitor.timing.leave, said, follows=self._follows)
             if self.rank == 0 and job and self.world.has_store:
                 self._linger()
             if not self.monitor.stop(STOP_WITHIN):
@@ -338,7 +339,7 @@ class Runtime:
             time.sleep(0.02)
 
     def _compare_goodbyes(self, watcher: Watcher) -> None:
-        """What the ranks called in the last seconds of the job, and in a job of less, has been compared by nobody yet."""
+        """Compare what the ranks have called last, in a job of a moment also first: nobody has yet."""
         if self.monitor.goodbyes < self.world_size or self.monitor.unavailable or self._faults:
             return
         release = functools.partial(torch_compat.disconnect, self._connection)

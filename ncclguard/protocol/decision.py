@@ -521,8 +521,8 @@ def _without_majority(
 ) -> tuple[dict[int, Cause], Sides]:
     """Two groups waiting for each other accuse nobody unless one side is the larger: show both sides.
 
-    The larger may be in a collective of another group, or of torch's own, whose members are known. Where somebody is in no call at all, or
-    silent, those that wait elsewhere may wait for that one.
+    The larger may be in a collective of another group, or of torch's own, whose members are known. Where somebody is
+    in no call at all, or silent, those that wait elsewhere may wait for that one.
     """
     elsewhere = {rank for rank, cause in missing.items() if cause is Cause.DIVERGED}
     if not elsewhere:

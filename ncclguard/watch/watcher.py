@@ -348,7 +348,17 @@ class Watcher:
         self.finish_callbacks()
 
     def compare_last_calls(self, goodbyes: Mapping[int, Departure]) -> None:
-        """Tell where the last calls of ranks that have all left well were not the same: nobody can be asked any more."""
+        """Tell where ranks that have all left well did not call the same last, or anything: nobody can be asked now."""
+        said = [left.watched for left in goodbyes.values() if left.watched is not None]
+        guarded = any(state.guarded for state in self._monitor.states())
+        if not (guarded or any(number for one in said for number in one.issued.values())):
+            text = told(
+                "watch() has seen no collective of torch.distributed in this job of {count} ranks: if they were to train "
+                "together, each has trained by itself (Accelerate does so on CPUs, unless it is told use_cpu=True)",
+                count=len(goodbyes),
+            )
+            log.warning("ncclguard: %s", text)
+            return
         incident = incidents.from_json(self._state.judge_calls(goodbyes))
         if incident is not None:
             incident = incident.model_copy(update={"agreed": False})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
@@ -171,3 +172,31 @@ def test_a_mismatch_at_the_end_of_a_job_is_told_when_all_have_left(
     assert (str(incident.cause), incident.culprits, incident.agreed) == ("diverged", named, False), incident
     assert incident.op_id.rpartition("/")[2] == str(calls), "the first one that differs"
     assert {text.split("[")[0] for text, _ in incident.sides} == {"all_reduce(Float ", "all_reduce(Int "}
+
+
+def says_at_its_end(calls: str) -> None:
+    """A job in which each rank may train by itself."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ncclguard").addHandler(handler)
+    watched()
+    if calls == "torch's":
+        dist.barrier()
+    elif calls == "guarded":
+        ng.safe_barrier().raise_if_failed()
+    elif calls == "messages" and dist.get_rank() == 0:
+        dist.send(torch.ones(1), 1)
+    elif calls == "messages" and dist.get_rank() == 1:
+        dist.recv(torch.ones(1), 0)
+    dist.destroy_process_group()
+    faults.report(said=[text for text in said if "has seen no collective" in text])
+
+
+@pytest.mark.parametrize(("calls", "number"), [("none", 1), ("torch's", 0), ("guarded", 0), ("messages", 0)])
+def test_a_job_without_a_collective_is_told_that_each_rank_was_by_itself(calls: str, number: int) -> None:
+    """Accelerate makes a group under torchrun on CPUs, and trains on each rank alone."""
+    result = faults.run_ranks(says_at_its_end, 2, args=[calls], timeout=60)
+    said = [result[rank].reports["said"] for rank in range(2)]
+    assert [len(one) for one in said] == [number, 0], str(result)
+    assert not number or "in this job of 2 ranks" in said[0][0]
