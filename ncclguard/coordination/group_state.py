@@ -314,6 +314,10 @@ class GroupState:
         """Return what the others may have to know of torch's collectives once this rank has left."""
         return None
 
+    def last_calls(self) -> Report | None:
+        """Return what rank 0 compares when all have left, if anything."""
+        return None
+
     def torchs_own(self) -> Watched | None:
         """Return what this rank waits in and has issued of the collectives that the guard does not carry, if known."""
         return None

@@ -254,10 +254,12 @@ class Monitor:
 
     # ------------------------------------------------------------------ the thread
 
-    def read_goodbyes(self) -> dict[int, Departure]:
-        """Return who has left, all read from the store; once this one has stopped."""
-        self._departures.read(self._store)
-        return self._departures.all()
+    def read_last_calls(self) -> dict[int, Report]:
+        """Return what the ranks that have left well called last, where it is watched; once this monitor has stopped."""
+        watched = [state for state in self.states() if not state.guarded]
+        keys = {_last(state.key, rank): rank for state in watched for rank in state.member.members}
+        found = self._store.read_many(list(keys))
+        return {keys[name]: codec.loads_report(text) for name, text in found.items()}
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -537,6 +539,9 @@ class Monitor:
             done[state.key] = state.member.completed
             state.terminated = departure.text if departure.terminated else ""
             leave_result(self._store.below(f"{state.key}/result"), state)
+            calls = state.last_calls() if departure.cause is Cause.EXITED else None
+            if calls is not None:  # not in the departure, which all that are still there read
+                self._store.put(_last(state.key, self.rank), codec.dumps(calls))
             if departure.cause is Cause.EXITED or is_interrupt(departure):
                 departure = replace(departure, watched=state.last_words() or departure.watched)
         self.witness(departure, done)
@@ -601,3 +606,7 @@ class Monitor:
 
     def patience(self, state: GroupState) -> Patience:
         return self._settings.patience(state)
+
+
+def _last(key: str, rank: int) -> str:
+    return f"{key}/last/{rank}"

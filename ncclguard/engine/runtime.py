@@ -49,7 +49,7 @@ from ncclguard.incident.stacks import describe_exception, main_thread_stack, off
 from ncclguard.metrics import exchange
 from ncclguard.metrics.settings import config_of
 from ncclguard.outcome import Outcome
-from ncclguard.protocol.decision import Action, Departure
+from ncclguard.protocol.decision import Action, Report
 from ncclguard.protocol.group_key import GroupKey
 from ncclguard.protocol.timing import Timing
 from ncclguard.transport.base import Builder, TransportError
@@ -88,8 +88,8 @@ class Watcher(Protocol):
     def terminated(self) -> None:
         """Wait, within a bound, for the verdict on who is gone: SIGTERM is about to end this process."""
 
-    def compare_last_calls(self, goodbyes: Mapping[int, Departure]) -> None:
-        """Tell where the ranks, which have all left well, did not call the same last."""
+    def compare_last_calls(self, reports: Mapping[int, Report]) -> None:
+        """Tell where the ranks, which have all left, did not call the same last."""
 
     def finish_callbacks(self) -> None:
         """Give the program's functions that have been begun a moment to return."""
@@ -285,7 +285,7 @@ class Runtime:
                 torch_compat.disconnect(self._connection)  # a store call that does not answer holds the thread: cut it
                 self.monitor.stop(STOP_WITHIN)
             elif self.rank == 0 and job and self.watcher is not None:
-                self._compare_goodbyes(self.watcher)
+                self._compare_last_calls(self.watcher)
             for group in closing:
                 group.close(tr("this process has left the job") if job else text)
             if job and not self.world.group:
@@ -338,15 +338,15 @@ class Runtime:
                 return
             time.sleep(0.02)
 
-    def _compare_goodbyes(self, watcher: Watcher) -> None:
+    def _compare_last_calls(self, watcher: Watcher) -> None:
         """Compare what the ranks have called last, in a job of a moment also first: nobody has yet."""
         if self.monitor.goodbyes < self.world_size or self.monitor.unavailable or self._faults:
             return
         release = functools.partial(torch_compat.disconnect, self._connection)
         with contextlib.suppress(TransportError, StoreUnavailable):
             within = self.monitor.timing.leave
-            goodbyes = bounded("reading what all have called", self.monitor.read_goodbyes, within, release)
-            watcher.compare_last_calls(goodbyes)
+            reports = bounded("reading what all have called", self.monitor.read_last_calls, within, release)
+            watcher.compare_last_calls(reports)
 
     # ------------------------------------------------------------------ the report of an incident
 

@@ -127,16 +127,18 @@ class WatchState(GroupState):
         return [(p.channel, p.sequence, p.text, now - self.age(p)) for p in self.observation.pending]
 
     def last_words(self) -> Watched:
-        """Return what this rank has issued, so that the others know at once whether they wait for it in vain.
-
-        A watched one also says what it has called last in each group: rank 0 compares it when all have left.
-        """
+        """Return what this rank has issued, so that the others know at once whether they wait for it in vain."""
         observation = self.read()
-        calls = {} if self._limit is None or torch_compat.under_detail() else self.calls()
-        last = [call for one in calls.values() for call in one.latest(RECENT)]
-        last = sorted(last, key=lambda call: call.issued)[-MOST_RECENT:]
-        compared = tuple(_waiting(call, 0.0) for call in last)
-        return Watched(issued=observation.issued, recent=_recent(observation), compared=compared)
+        return Watched(issued=observation.issued, recent=_recent(observation))
+
+    def last_calls(self) -> Report | None:
+        """Return what this rank has called last in each group, where that is watched."""
+        if self._limit is None or torch_compat.under_detail():  # the recorder mixes the groups up there
+            return None
+        calls = [call for one in self.calls().values() for call in one.latest(RECENT)]
+        last = sorted(calls, key=lambda call: call.issued)[-MOST_RECENT:]
+        said = Watched(issued=self.read().issued, compared=tuple(_waiting(call, 0.0) for call in last))
+        return Report(self.member.rank, self.member.generation, watched=said, details={COMPARES: True})
 
     def torchs_own(self) -> Watched:
         """Return also what this rank waits in, each since it was issued."""
@@ -179,13 +181,9 @@ class WatchState(GroupState):
         incident = summarise(verdict, finding.reports, departed, silent, named)
         return replace(verdict, sides=model.sides(verdict.sides), incident=incident)
 
-    def judge_calls(self, goodbyes: Mapping[int, Departure]) -> str:
-        """Return the incident, as JSON, where the last calls of ranks that have left well are not the same; else ""."""
+    def judge_last_calls(self, reports: Mapping[int, Report]) -> str:
+        """Return the incident, as JSON, where the last calls of ranks that have left are not the same; else ""."""
         own = self.member
-        reports = {
-            rank: Report(rank=rank, generation=own.generation, watched=left.watched, details={COMPARES: True})
-            for rank, left in goodbyes.items()
-        }
         return self.judge(own.generation, own.participants, reports, {}, {}, own.rank, summarise).incident
 
     def adopt(self, verdict: Verdict, donated: str | None) -> None:

@@ -40,7 +40,7 @@ from ncclguard.metrics.monitoring import show_watched
 from ncclguard.metrics.records import OpenOperation, SlowRanks
 from ncclguard.outcome import of_incident
 from ncclguard.phases import phases_of, resolve_timeout
-from ncclguard.protocol.decision import Departure, TroubleKind, Verdict
+from ncclguard.protocol.decision import Report, TroubleKind, Verdict
 from ncclguard.spelling import hinted
 from ncclguard.watch.comparison import Comparison
 from ncclguard.watch.coordination import KEY, WatchCoordination, WatchState, open_call
@@ -347,23 +347,24 @@ class Watcher:
         self._state.observe_no_more()
         self.finish_callbacks()
 
-    def compare_last_calls(self, goodbyes: Mapping[int, Departure]) -> None:
-        """Tell where ranks that have all left well did not call the same last, or anything: nobody can be asked now."""
-        said = [left.watched for left in goodbyes.values() if left.watched is not None]
+    def compare_last_calls(self, reports: Mapping[int, Report]) -> None:
+        """Tell where ranks that have all left did not call the same last, or anything: nobody can be asked now."""
+        said = [report.watched for report in reports.values() if report.watched is not None]
         guarded = any(state.guarded for state in self._monitor.states())
-        if not (guarded or any(number for one in said for number in one.issued.values())):
+        if said and not (guarded or any(number for one in said for number in one.issued.values())):
             text = told(
                 "watch() has seen no collective of torch.distributed in this job of {count} ranks: if they were to train "
                 "together, each has trained by itself (Accelerate does so on CPUs, unless it is told use_cpu=True)",
-                count=len(goodbyes),
+                count=len(self._state.member.members),
             )
             log.warning("ncclguard: %s", text)
             return
-        incident = incidents.from_json(self._state.judge_calls(goodbyes))
+        incident = incidents.from_json(self._state.judge_last_calls(reports))
         if incident is not None:
             incident = incident.model_copy(update={"agreed": False})
             self._state.publish_alone(incident)
             self._conclude(incident, None)
+            self.finish_callbacks()
 
     def finish_callbacks(self) -> None:
         """Give functions of the program that have been begun a moment to return: the process is about to end."""
