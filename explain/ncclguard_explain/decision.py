@@ -426,7 +426,7 @@ def _advised(finding: Finding, own: Fact) -> list[str]:
 
 _STACKS = tr(
     "Next time have the stacks: run `ncclguard hang` on the hosts while it hangs (or `py-spy dump --pid PID` on every rank); set "
-    "TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) and "
+    "TORCH_FR_BUFFER_SIZE=2000 (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.8) and "
     "TORCH_NCCL_DUMP_ON_TIMEOUT=1, and pass the dumps to this command together with the logs."
 )
 _MORE = tr(
