@@ -167,7 +167,7 @@ def guard(case: Case) -> Finding | None:
     facts = (case.verdict.facts if of_verdict else case.evidence.of(Kind.GUARD))[:1]
     names = {"diverged": "rank_divergence", "failed": "oom_or_crash_other_rank", "lost": "oom_or_crash_other_rank",
              "exited": "rank_divergence", "network": "network_fabric", "late": "slow_rank_side_work"}  # fmt: skip
-    known = [fact for fact in facts if fact.name in names and not incident_text.FROM_OUTSIDE.search(fact.text)]
+    known = [fact for fact in facts if fact.name in names and not incident_text.is_from_outside(fact)]
     return _first(
         *(
             (known, names[f.name], "medium", tr("the ranks agreed on the cause {cause}", cause=WORD[Cause(f.name)]))
@@ -554,6 +554,10 @@ RULES: tuple[Callable[[Case], Finding | None], ...] = (
 def classify(evidence: Evidence, world: World, verdict: Verdict) -> Finding:
     """Return the first class whose rule applies, else "unknown"."""
     case = Case(evidence, world, verdict)
+    if verdict.rule == "ncclguard incident" and any(map(incident_text.is_from_outside, verdict.facts)):
+        return Finding("unknown", "low", tr("the job was ended from outside"))
+    if verdict.rule == "ncclguard inquiry":  # what broke then is a consequence
+        return Finding("slow_rank_side_work", "medium", tr("the rank that was awaited was at work of its own"))
     for rule in RULES:
         finding = rule(case)
         if finding is not None:

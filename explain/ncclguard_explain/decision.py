@@ -60,9 +60,7 @@ def decide(evidence: Evidence, verdict: Verdict, finding: Finding, cause: Cause)
     name, sure = finding.name, finding.confidence != "low"
     if finding.action == "restart-without":
         return _without(verdict, finding.facts, finding.reason)
-    if verdict.rule == "ncclguard incident" and any(
-        incident_text.FROM_OUTSIDE.search(fact.text) for fact in verdict.facts
-    ):
+    if verdict.rule == "ncclguard incident" and any(map(incident_text.is_from_outside, verdict.facts)):
         return Decision("unknown", tr("the job was ended from outside while ranks waited; why they waited is not told"))
     if verdict.rule == "ncclguard incident" and verdict.culprits and _went_on(evidence) >= {*verdict.culprits}:
         return Decision(

@@ -472,6 +472,9 @@ class Collector:
         _mark_shut_down(evidence)
         _mark_survived(evidence, self._counting())
         _mark_idle(evidence)
+        for fact in evidence.of(Kind.RETRIED):  # the job goes on with wrong values
+            if incident_text.ENDED_NEVERTHELESS.search(fact.detail):
+                fact.kind = Kind.GUARD
         over = {fact.source: max(fact.line, fact.until) for fact in evidence.of(Kind.NOTE, name="barrier_completed")}
         evidence.facts = [  # the ranks that waited at set-up have met
             fact

@@ -26,6 +26,12 @@ STOOD_STILL = re.compile(r"stood still for|停滞了")
 #: The words between a call and how long it had taken.
 ENDS_CALL = re.compile(r" ?(?:failed after|stood still for|在|停滞了) ?(?=\d)")
 
+#: Words of an incident whose call has ended all the same, and has given what is not to be trusted.
+ENDED_NEVERTHELESS = re.compile("|".join(
+    re.escape(str(said(tr("{operation} has ended, and not all ranks called the same", operation=""), language)).strip())
+    for language in LANGUAGES
+))  # fmt: skip
+
 _HANDED_ON = re.compile(
     rf"(?:Got the following error when running the callback: )?((?:\w+\.)*(?:{'|'.join(ERRORS)})): (.*)", re.DOTALL
 )
@@ -39,11 +45,13 @@ _CAUSES = [  # no space stands before a Chinese one
     for word in WORD.values()
     for language in LANGUAGES
 ]
-_CALL = rf"(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)?{ENDS_CALL.pattern}[\d.e+-]+ s(?: ?后 ?失 ?败)? ?[:：] ?"
+_TIME = rf"{ENDS_CALL.pattern}[\d.e+-]+ s(?: ?后 ?失 ?败)?"
+_CALL = rf"(?P<op>\w+)\((?:[^():]|\([^()]*\))*\)?(?:{_TIME}| ?(?:{ENDED_NEVERTHELESS.pattern})) ?[:：] ?"
 _VERDICT = re.compile(rf"{_CALL}(?P<named>{_NAMED}(?:(?:; |；){_NAMED})*)")
 #: What the ranks agreed on where they could name nobody.
 _NOBODY = re.compile(rf"{HEAD}\S+:? (?P<rest>{_CALL}.*)", re.DOTALL)
 _SIDES = re.compile(r"no side is a majority|nothing tells who is wrong|不占多数|没有一方占多数|无从判断哪一方错了")
+_NOT_COME = re.compile(r"ranks? (\d[\d, -]*) had not come to it|rank (\d[\d、 -]*)还没有到达")
 _NETWORK = [f": {said(WORD[Cause.NETWORK], language)}" for language in LANGUAGES]
 _DO, _NEXT = tr("what to do: {advice}", advice=""), tr("next time: {advice}", advice="")
 #: The last line of a panel; a line of prose may begin with a bracket, too, where it is wrapped.
@@ -53,6 +61,17 @@ _IN_CALL = re.compile(r"waiting[^:]*: ranks? (\d[\d, -]*)|rank (\d[\d、 -]*)停
 #: A panel's line on what some ranks called that differ.
 _SIDE = re.compile(r"ranks? (?P<ranks>\d[\d,、 -]*?) (?:called|调用了) (?P<call>\w+\(.*)")
 _STACKS = [str(said(tr("{thread}, innermost last:", thread=""), language)).rstrip(":：") for language in LANGUAGES]
+
+
+def is_from_outside(incident: Fact) -> bool:
+    """Return whether an incident only tells that the job was ended."""
+    return FROM_OUTSIDE.search(incident.text) is not None
+
+
+def not_come(incident: Fact) -> tuple[int, ...]:
+    """Return the ranks that had not come when the job was ended, as the incident says."""
+    found = _NOT_COME.search(incident.detail)
+    return tuple(_ranks_of(next(filter(None, found.groups())).strip(" ,、"))) if found else ()
 
 
 def call_and_time(detail: str) -> tuple[str, str]:

@@ -94,6 +94,8 @@ def by_guard(evidence: Evidence, world: World) -> Verdict | None:
     first = found[-1]
     if not written and {fact.rank for fact in own_exceptions(evidence)} - {None, *first.peers}:
         return None
+    if incident_text.is_from_outside(first) and not first.peers and (awaited := by_inquiry(evidence, world)):
+        return awaited
     cause = Cause(first.name) if first.name in {cause.value for cause in Cause} else Cause.UNKNOWN
     reason = received(first.detail) if first.detail else tr("the ranks agreed on it")
     named = set(first.peers)
@@ -104,7 +106,7 @@ def by_guard(evidence: Evidence, world: World) -> Verdict | None:
         return Verdict((), cause, "high", "ncclguard incident", reason, [first], work=first.work, suspects=alone)
     return Verdict(
         tuple(sorted(named)), cause, "high", "ncclguard incident", reason, [first], work=first.work,
-        sides=list(first.sides),
+        sides=list(first.sides), suspects=incident_text.not_come(first),
     )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ _ELSEWHERE = re.compile(r"(?:has not come: |没有来：)(?!it is at |它在 )|d
 def by_inquiry(evidence: Evidence, world: World) -> Verdict | None:
     """Return whom ncclguard's calls were waiting for when the job was ended from outside, by its own log."""
     notes = evidence.of(Kind.NOTE, name="not come")
-    if not notes or evidence.of(Kind.GUARD):
+    if not notes or not all(map(incident_text.is_from_outside, evidence.of(Kind.GUARD))):
         return None
     last = max(notes, key=lambda note: max(note.line, note.until))
     line = max(last.line, last.until)
@@ -145,7 +147,7 @@ def _without_its_end(evidence: Evidence, incidents: list[Fact]) -> list[Fact]:
     before, last = incidents[-2:] if len(incidents) > 1 else (None, None)
     if before is None or last is None:
         return incidents
-    call = incident_text.ENDS_CALL.split(last.detail)[0] if incident_text.FROM_OUTSIDE.search(last.text) else ""
+    call = incident_text.ENDS_CALL.split(last.detail)[0] if incident_text.is_from_outside(last) else ""
     ended = incident_text.STOOD_STILL.search(before.text) and call and call in before.text
     left = (before.name, last.name) == ("diverged", "exited") and set(last.peers) == set(before.peers)
     if (ended and not _stepped(evidence, before, last)) or (left and not _stepped(evidence, before, last, 3)):

@@ -542,7 +542,7 @@ class Monitor:
             calls = state.last_calls() if departure.cause is Cause.EXITED else None
             if calls is not None:  # not in the departure, which all that are still there read
                 self._store.put(_last(state.key, self.rank), codec.dumps(calls))
-            if departure.cause is Cause.EXITED or is_interrupt(departure):
+            if departure.cause is Cause.EXITED or departure.terminated or is_interrupt(departure):
                 departure = replace(departure, watched=state.last_words() or departure.watched)
         self.witness(departure, done)
         self._left.set()

@@ -67,12 +67,18 @@ _OWN: Final = (
 )
 # Parts of the package that use the library as a program does: their frames are what a reader wants to see.
 _USERS: Final = tuple(os.path.join(_PACKAGE, name) for name in ("bench", "faults"))
-_INSTALLED: Final = tuple(
-    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
 
-_PACKAGES: Final = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
-_TORCH: Final = tuple(os.path.join(folder, "torch", "") for folder in _PACKAGES)
+#: Where packages are installed, also those that a path file or PYTHONPATH takes from another environment.
+_ELSEWHERE: Final = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
+_PACKAGES: Final = tuple(
+    {os.path.join(path, "") for path in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *_ELSEWHERE)}
+)
+_TORCH: Final = tuple({os.path.join(folder, "torch", "") for folder in _PACKAGES}.union(_folders_of("torch")))
+_INSTALLED: Final = (
+    *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")),
+    *_PACKAGES,
+    *_TORCH,
+)
 
 _own_files: dict[str, bool] = {}
 _reader: threading.Thread | None = None  # of source files, the last one that was not done in time

@@ -41,7 +41,7 @@ from ncclguard.protocol.decision import (
 )
 from ncclguard.protocol.member import Member
 from ncclguard.watch.judge import COMPARES, MESSAGE, STARTED, analyse, expired, has_issued, is_consequence, verdict_of
-from ncclguard.watch.recorder import MOST_RECENT, RECENT, Calls, Observation, Pending, Recorder
+from ncclguard.watch.recorder import FEWEST_LAST, LAST_CALLS, MOST_LAST, Calls, Observation, Pending, Recorder
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import joined, received, told, tr
 from ncclguard_explain.ranks import SHOWN_GROUPS, ranks_text
@@ -129,14 +129,15 @@ class WatchState(GroupState):
     def last_words(self) -> Watched:
         """Return what this rank has issued, so that the others know at once whether they wait for it in vain."""
         observation = self.read()
-        return Watched(issued=observation.issued, recent=_recent(observation))
+        return Watched(done=observation.done, issued=observation.issued, recent=_recent(observation))
 
     def last_calls(self) -> Report | None:
         """Return what this rank has called last in each group, where that is watched."""
         if self._limit is None or torch_compat.under_detail():  # the recorder mixes the groups up there
             return None
-        calls = [call for one in self.calls().values() for call in one.latest(RECENT)]
-        last = sorted(calls, key=lambda call: call.issued)[-MOST_RECENT:]
+        most = min(max(LAST_CALLS // len(self.member.members), FEWEST_LAST), MOST_LAST)
+        calls = [call for one in self.calls().values() for call in one.latest(most)]
+        last = sorted(calls, key=lambda call: call.issued)[-most:]
         said = Watched(issued=self.read().issued, compared=tuple(_waiting(call, 0.0) for call in last))
         return Report(self.member.rank, self.member.generation, watched=said, details={COMPARES: True})
 

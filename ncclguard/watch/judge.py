@@ -76,6 +76,11 @@ def has_issued(departure: Departure, awaited: Mapping[str, int]) -> bool:
     return said is not None and all(said.issued.get(c, 0) >= sequence for c, sequence in awaited.items())
 
 
+def has_completed(departure: Departure, channel: str, sequence: int) -> bool:
+    """Return whether a collective had ended on a rank before it left."""
+    return departure.watched is not None and departure.watched.done.get(channel, 0) >= sequence
+
+
 def expired(reports: Mapping[int, Report]) -> bool:
     """Return whether some rank's limit has passed, so that absence or silence is held against a rank."""
     return any(r.trouble is not None and r.trouble.kind is TroubleKind.DEADLINE for r in reports.values())
@@ -132,7 +137,7 @@ def analyse(
     known = not (silent or "->" in channel or _ended_from_outside(reports, departed, silent))
     known = known and not any(is_repeat(d.text) for d in departed.values())
     known = known and _all_entered(channel, stalled, reports, waits)
-    if known and (_connects(channel, waits) or _has_just_come(channel, stalled, reports, waits)):
+    if known and (_connects(channel, waits) or _has_just_come(channel, stalled, reports, departed, waits)):
         channel = ""  # nobody waits in vain yet
     return _finding(channel, stalled, {}, (), reports, waits, Cause.NETWORK if known else Cause.UNKNOWN)
 
@@ -232,18 +237,25 @@ def _gone(
 
     One that ended because its collective broke, or with the error of a guarded call, is a consequence, and so is one
     that left beside one that died, or that the launcher or Ctrl-C ended while another rank gives no sign of life, or
-    with all the others. One that left after it had issued all that is waited for counts with `spent` only: rather
-    somebody else is to blame.
+    with all the others. One that left after it had issued all that is waited for counts with `spent` only, where that
+    had not ended for it: rather somebody else is to blame.
     """
     broken = (TroubleKind.DEPARTED, TroubleKind.TRANSPORT)
     told = any(r.trouble is not None and r.trouble.kind in broken for r in reports.values())
     awaited = {rank for _, members in stalled.values() for rank in members}
+
+    def may_be_why(rank: int, left: Departure) -> bool:
+        own = {channel: sequence for channel, (sequence, members) in stalled.items() if rank in members}
+        if spent:
+            return not (own and all(has_completed(left, channel, sequence) for channel, sequence in own.items()))
+        return not has_issued(left, own)
+
     found = {
         rank: d
         for rank, d in departed.items()
         if (rank in awaited or (told and d.cause is not Cause.EXITED and not d.terminated))
         and not (d.cause is Cause.FAILED and (is_consequence(d.text) or is_repeat(d.text)))
-        and (spent or not has_issued(d, {c: sequence for c, (sequence, m) in stalled.items() if rank in m}))
+        and may_be_why(rank, d)
     }
     killed = killed_after_interrupt(reports, departed)
     consequence = silent or _ended_from_outside(reports, departed, silent)
@@ -471,11 +483,13 @@ def _has_just_come(
     channel: str,
     stalled: Mapping[str, tuple[int, tuple[int, ...]]],
     reports: Mapping[int, Report],
+    departed: Mapping[int, Departure],
     waits: Mapping[int, tuple[Waiting, ...]],
 ) -> bool:
     """Return whether the last rank came as the limit passed, and nothing broke: what it kept waiting goes on now.
 
-    Not where torch gave up, by a limit of its own: its watchdog is about to end that process.
+    It may have left since, with that call completed. Not where torch gave up, by a limit of its own: its watchdog is
+    about to end that process.
     """
     sequence, members = stalled.get(channel, (0, ()))
     freed = [r for rank, r in reports.items() if rank in members and r.elsewhere and 0 < r.free_for < TELLING_AFTER]
@@ -492,7 +506,12 @@ def _has_just_come(
         return False
     first, oldest = max(inside, key=lambda one: one[1].age)
     budget = _budget(reports[first], oldest.age)
-    return budget is not None and budget <= 0 and min(w.age for _, w in inside) < min(TELLING_AFTER, oldest.age / 2)
+    if budget is None or budget > 0:
+        return False
+    over = any(rank in departed and has_completed(departed[rank], channel, sequence) for rank in members)
+    if over and -budget < oldest.age / 2:  # it is about to end here, too
+        return True
+    return min(wait.age for _, wait in inside) < min(TELLING_AFTER, oldest.age / 2)
 
 
 def _all_entered(

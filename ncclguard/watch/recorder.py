@@ -43,8 +43,10 @@ _ONE_OPERATION: Final = {"_all_gather_base": "all_gather", "_reduce_scatter_base
 #: Collectives of which a rank says what they were after they have ended: a mismatch
 #: may end on some ranks, with rubbish.
 RECENT: Final = 8
-#: The same of all groups together, where each of them counts.
-MOST_RECENT: Final = 16
+#: What the ranks of a job say of their last calls when they leave, a hundred bytes for each: all together, and of one.
+LAST_CALLS: Final = 20_000
+FEWEST_LAST: Final = 16
+MOST_LAST: Final = 512
 #: Frames in which a thread waits for a collective, for the fallback.
 _NO_GROUP: Final = object()
 _WAITING: Final = ("torch.distributed.distributed_c10d", "torch.autograd.graph", "torch.autograd")

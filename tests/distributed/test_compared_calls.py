@@ -143,13 +143,13 @@ def test_nobody_is_named_where_all_ranks_call_what_they_may() -> None:
         assert result[rank].reports["compared"] >= 2, str(result)
 
 
-def reduces_and_leaves(odd: list[int], members: list[int] | None, calls: int) -> None:
-    """A job of a moment, in which some ranks call something else at last."""
+def reduces_and_leaves(odd: list[int], members: list[int] | None, calls: int, at: int) -> None:
+    """A job of a moment, in which some ranks once call something else."""
     handle, found = watched()
     rank = dist.get_rank()
     group = None if members is None else dist.new_group(members)
     for call in range(1, calls + 1):
-        dtype = torch.int32 if rank in odd and call == calls else torch.float32
+        dtype = torch.int32 if rank in odd and call == at else torch.float32
         if members is None or rank in members:
             dist.all_reduce(torch.ones(4, dtype=dtype), group=group)
     dist.destroy_process_group()
@@ -157,20 +157,20 @@ def reduces_and_leaves(odd: list[int], members: list[int] | None, calls: int) ->
 
 
 @pytest.mark.parametrize(
-    ("odd", "members", "calls", "named"),
-    [([1], None, 1, (1,)), ([0], None, 30, (0,)), ([0, 1], None, 3, ()), ([3], [1, 2, 3], 3, (3,))],
+    ("odd", "members", "calls", "at", "named"),
+    [([1], None, 1, 1, (1,)), ([0], None, 300, 7, (0,)), ([0, 1], None, 3, 3, ()), ([3], [1, 2, 3], 30, 20, (3,))],
     ids=["a rank", "the first rank", "two against two", "in a group of three"],
 )
 def test_a_mismatch_at_the_end_of_a_job_is_told_when_all_have_left(
-    odd: list[int], members: list[int] | None, calls: int, named: tuple[int, ...]
+    odd: list[int], members: list[int] | None, calls: int, at: int, named: tuple[int, ...]
 ) -> None:
     """The job is over before the first comparison; the first rank tells, since nobody else is there any more."""
-    result = faults.run_ranks(reduces_and_leaves, RANKS, args=[odd, members, calls], timeout=60)
+    result = faults.run_ranks(reduces_and_leaves, RANKS, args=[odd, members, calls, at], timeout=60)
     said = [result[rank].reports for rank in range(RANKS)]
     assert [one["told"] for one in said] == [1, 0, 0, 0], str(result)
     incident = ng.Incident.from_json(said[0]["incidents"][0])
     assert (str(incident.cause), incident.culprits, incident.agreed) == ("diverged", named, False), incident
-    assert incident.op_id.rpartition("/")[2] == str(calls), "the first one that differs"
+    assert incident.op_id.rpartition("/")[2] == str(at), "the one that differs"
     assert {text.split("[")[0] for text, _ in incident.sides} == {"all_reduce(Float ", "all_reduce(Int "}
 
 

@@ -308,3 +308,19 @@ def test_of_a_deep_stack_the_programs_innermost_line_is_kept() -> None:
     assert f"{HERE}:" in lines[0] and "in test_of_a_deep_stack" in lines[0]
     assert re.fullmatch(r"\.\.\. \d+ lines further out \.\.\.", lines[1])
     assert all("recursion.py" in line for line in lines[2:])
+
+
+@pytest.mark.processes
+def test_packages_of_another_environment_are_not_the_program(tmp_path: Path) -> None:
+    """A path file or PYTHONPATH takes torch from there; the place of a call is still the user's line."""
+    packages = tmp_path / "lib" / "site-packages"
+    code = (
+        "from ncclguard.incident.stacks import _is_packages, _is_programs\n"
+        f"print([_is_programs({str(packages)!r} + name) for name in ('/torch/x.py', '/other.py')],"
+        f" _is_packages({str(packages)!r} + '/torch/x.py'), _is_programs({str(tmp_path)!r} + '/train.py'))"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(packages)])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environ
+    )
+    assert done.stdout == "[False, False] False True\n", done

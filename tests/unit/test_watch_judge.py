@@ -544,3 +544,25 @@ def test_a_rank_that_has_just_left_another_call_lets_what_waited_for_it_go_on() 
     assert judged(said(1, world(9), trouble=trouble), *came).channel == ""
     long_ago = [replace(report, free_for=4.0) for report in came]
     assert str(judged(said(1, world(9), trouble=trouble), *long_ago).cause) == "network"
+
+
+@pytest.mark.parametrize(
+    ("done", "age", "named", "cause"),
+    [(9, 5.01, set(), None), (8, 5.01, {0}, Cause.EXITED), (9, 9.0, set(), Cause.NETWORK)],
+    ids=["ended for the others", "not ended", "long ago"],
+)
+def test_who_has_completed_a_late_call_and_left_is_not_why_it_is_not_over_here(
+    done: int, age: float, named: set[int], cause: Cause | None
+) -> None:
+    """The others came as rank 1's limit passed, and have ended their programs before they were asked."""
+    waiting = said(1, world(9), trouble=Trouble(TroubleKind.DEADLINE, "limit"))
+    assert waiting.watched is not None
+    waits = tuple(replace(wait, age=age) for wait in waiting.watched.waits)
+    waiting = replace(waiting, watched=replace(waiting.watched, waits=waits, limit=5.0))
+    left = Watched(issued={"0:gloo": 9}, done={"0:gloo": done})
+    departed = {0: Departure(0, Cause.EXITED, "called destroy_process_group()", watched=left)}
+    others = [said(rank, done={"0:gloo": 9}) for rank in (2, 3)]
+    finding = judged(waiting, *others, departed=departed)
+    assert set(finding.causes) == named
+    verdict = verdict_of(finding, 0, WORLD, departed=departed, expired=True, coordinator=1)
+    assert verdict.cause is cause, verdict
