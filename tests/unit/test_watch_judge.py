@@ -548,7 +548,7 @@ def test_a_rank_that_has_just_left_another_call_lets_what_waited_for_it_go_on() 
 
 @pytest.mark.parametrize(
     ("done", "age", "named", "cause"),
-    [(9, 5.01, set(), None), (8, 5.01, {0}, Cause.EXITED), (9, 9.0, set(), Cause.NETWORK)],
+    [(9, 5.01, set(), None), (8, 5.01, {0}, Cause.EXITED), (9, 10.1, set(), Cause.NETWORK)],
     ids=["ended for the others", "not ended", "long ago"],
 )
 def test_who_has_completed_a_late_call_and_left_is_not_why_it_is_not_over_here(
