@@ -149,10 +149,18 @@ def _without_its_end(evidence: Evidence, incidents: list[Fact]) -> list[Fact]:
         return incidents
     call = incident_text.ENDS_CALL.split(last.detail)[0] if incident_text.is_from_outside(last) else ""
     ended = incident_text.STOOD_STILL.search(before.text) and call and call in before.text
-    left = (before.name, last.name) == ("diverged", "exited") and set(last.peers) == set(before.peers)
+    left = (before.name, last.name) == ("diverged", "exited") and (
+        set(last.peers) == set(before.peers) or _evaluates_alone_again(before, last)
+    )
     if (ended and not _stepped(evidence, before, last)) or (left and not _stepped(evidence, before, last, 3)):
         return incidents[:-1]
     return incidents
+
+
+def _evaluates_alone_again(before: Fact, last: Fact) -> bool:
+    """Return whether ranks that had begun an evaluation alone began the next, and the others had left by then."""
+    both = all(_BEGINS_EVALUATION.search(one.detail) for one in (before, last))
+    return both and set(last.peers).isdisjoint(before.peers)
 
 
 def _stepped(evidence: Evidence, before: Fact, later: Fact, times: int = 1) -> bool:

@@ -182,7 +182,9 @@ def has_no_report_beside(known: Incident, later: Incident, guarded: bool) -> boo
     """Return whether a known incident tells of the same fault, even where the later was decided at the same time."""
     if guarded:
         return goes_on(known, later)
-    return _has_the_same_sides(known, later) or (is_of_guarded_calls(later) and _names_the_same_dead(known, later))
+    if _has_the_same_sides(known, later) or _evaluates_alone_again(known, later):
+        return True
+    return is_of_guarded_calls(later) and _names_the_same_dead(known, later)
 
 
 def _still_holds(known: Incident, later: Incident, done: Mapping[int, int]) -> bool:
@@ -394,11 +396,15 @@ def goes_on(known: Incident, later: Incident) -> bool:
     """
     if _only_raise_its_error(known, later) or _shows_its_side(known, later) or _names_the_same_dead(known, later):
         return True
-    if (known.cause, known.culprits) != (later.cause, later.culprits) or not known.culprits:
+    if _evaluates_alone_again(known, later):
+        return True
+    if (known.cause, known.culprits) != (later.cause, later.culprits):
         return False
-    before, now = ({report.rank: report for report in one.ranks} for one in (known, later))
     tried_again = _is_a_later_try(known, later)
-    return all(
+    if tried_again and _has_the_same_sides(known, later, numbered=False):
+        return True
+    before, now = ({report.rank: report for report in one.ranks} for one in (known, later))
+    return bool(known.culprits) and all(
         rank in before and rank in now and _same_standstill(before[rank], now[rank], tried_again)
         for rank in known.culprits
     )
@@ -453,14 +459,32 @@ def _shows_its_side(known: Incident, later: Incident) -> bool:
     return not told[0].isdisjoint(told[1]) or _has_the_same_sides(known, later, numbered=False)
 
 
+def _evaluates_alone_again(known: Incident, later: Incident) -> bool:
+    """Return whether the same ranks have begun the next evaluation without the others, which may have ended by now."""
+    if known.advice != ADVICE_EVALUATION_IN_PART:
+        return False
+    if later.advice == known.advice:
+        return later.culprits == known.culprits
+    waiting = tuple(report.rank for report in later.ranks if report.rank not in later.culprits)
+    return (
+        later.cause is Cause.EXITED
+        and waiting == known.culprits
+        and any(begins_evaluation(report.operation or "") for report in later.ranks if report.inside)
+    )
+
+
 def _has_the_same_sides(known: Incident, later: Incident, numbered: bool = True) -> bool:
     """Return whether ranks wait for each other in two groups, of which a known incident is about the other one.
 
-    `numbered`: one of the calls must be known by its number, since equal calls may differ again.
+    Or in two tries of one evaluation. `numbered`: one of the calls must be known by its number, since equal calls may
+    differ again.
     """
     if not (known.cause is later.cause is Cause.DIVERGED) or len(known.sides) < 2:
         return False
-    sides = [{(ranks, text.partition(" of group ")[0]) for text, ranks in one.sides} for one in (known, later)]
+    sides = [
+        {(ranks, _NUMBER_OF_TRY.sub("try", text.partition(" of group ")[0])) for text, ranks in one.sides}
+        for one in (known, later)
+    ]
     return sides[0] == sides[1] and (not numbered or any(_NUMBERED.search(text) for _, text in sides[0]))
 
 
@@ -506,6 +530,7 @@ def _share_gpu(reports: Mapping[int, Report]) -> bool:
 #: The end of the text of a collective of torch's own, which no other one of its group has.
 _NUMBERED = re.compile(r", number \d+\)$")
 #: What the calls of an evaluation are called: its label, and the try.
+_NUMBER_OF_TRY = re.compile(r"\btry \d+")
 _TRY = re.compile(r"='(evaluation .*), (?:(?:beginning|end) of )?try (\d+)'")
 
 

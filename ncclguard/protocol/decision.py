@@ -112,6 +112,7 @@ class Issued:
     sequence: int  # its number there, from 1
     fingerprint: int
     text: str
+    age: float | None = None  # seconds since then, by its own clock, where that is known
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,7 +260,10 @@ def _since_issued(pending: Pending) -> float:
 
 
 def _recent(observation: Observation) -> tuple[Issued, ...]:
-    return tuple(Issued(p.channel, p.sequence, p.fingerprint, p.text) for p in observation.recent)
+    return tuple(
+        Issued(p.channel, p.sequence, p.fingerprint, p.text, round(_since_issued(p), 3) if p.issued else None)
+        for p in observation.recent
+    )
 
 
 class _Named:

@@ -7,6 +7,7 @@ is decided is who is to blame, and only that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -488,7 +489,7 @@ def _has_just_come(
 ) -> bool:
     """Return whether the last rank came as the limit passed, and nothing broke: what it kept waiting goes on now.
 
-    It may have left since, with that call completed. Not where torch gave up, by a limit of its own: its watchdog is
+    For it that call may be over, and it may have left. Not where torch gave up, by a limit of its own: its watchdog is
     about to end that process.
     """
     sequence, members = stalled.get(channel, (0, ()))
@@ -511,7 +512,10 @@ def _has_just_come(
     over = any(rank in departed and has_completed(departed[rank], channel, sequence) for rank in members)
     if over and -budget < oldest.age / 2:  # it is about to end here, too
         return True
-    return min(wait.age for _, wait in inside) < min(TELLING_AFTER, oldest.age / 2)
+    said = [reports[rank].watched for rank in members if rank in reports]
+    recent = [one for watched in said if watched is not None for one in watched.recent]
+    issued = [one.age for one in recent if (one.channel, one.sequence) == (channel, sequence) and one.age is not None]
+    return min(*(wait.age for _, wait in inside), *issued, math.inf) < min(TELLING_AFTER, oldest.age / 2)
 
 
 def _all_entered(

@@ -11,11 +11,11 @@ import pytest
 from ncclguard import lifecycle
 from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
-from ncclguard.coordination.incidents import goes_on, summarise
+from ncclguard.coordination.incidents import goes_on, has_no_report_beside, summarise
 from ncclguard.incident.model import Incident, RankReport
 from ncclguard.protocol.decision import INTERRUPTED, Action, Departure, Trouble, TroubleKind, Verdict, decide
 from ncclguard.watch.coordination import WatchState
-from ncclguard_explain.cause import Cause
+from ncclguard_explain.cause import ADVICE_EVALUATION_IN_PART, Cause
 from tests.unit.reports import entered, outside
 
 
@@ -383,3 +383,45 @@ def test_who_ended_by_the_error_of_another_is_told_whose_it_is(raised: str, foll
     later = Incident.from_json(summarise(verdict, {0: entered(0)}, left, {}, GroupState("0", 0, (0, 1)), [known]))
     assert later.repeats == (known.id if follows else None)
     assert later.advice.startswith(f"It follows from incident {known.id}" if follows else "Fix the exception")
+
+
+def in_evaluations(step: int, cause: str, culprits: tuple[int, ...], *, alone: bool = True) -> Incident:
+    """Rank 0 begins the evaluation of a step, and the others train, or have ended."""
+    text = f"all_gather_object(sizes, name='evaluation evaluate() at step {step}, beginning of try 1')"
+    first = of_two_groups((text, (0,)), ("all_reduce(f, number 8)", (1, 2)))
+    ranks = tuple(
+        report.model_copy(
+            update={"operation": text if report.rank == 0 else None, "state": "running" if report.rank == 0 else "none"}
+        )
+        for report in first.ranks
+    )
+    advice = ADVICE_EVALUATION_IN_PART if alone else "Compare what the ranks called."
+    return first.model_copy(
+        update={"cause": Cause(cause), "culprits": culprits, "ranks": ranks, "advice": advice, "sides": ()}
+    )
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_an_evaluation_that_one_rank_calls_is_one_fault_at_each_step(guarded: bool) -> None:
+    """Also at the job's end, when the others have left, and seen by a watch as ranks that train without it."""
+    first = in_evaluations(0, "diverged", (0,))
+    assert has_no_report_beside(first, in_evaluations(5, "diverged", (0,)), guarded)
+    assert has_no_report_beside(first, in_evaluations(10, "exited", (1, 2), alone=False), guarded)
+    assert not has_no_report_beside(first, in_evaluations(5, "diverged", (1,)), guarded)
+    assert not has_no_report_beside(first, in_evaluations(5, "exited", (1,), alone=False), guarded)
+    assert not has_no_report_beside(
+        first.model_copy(update={"advice": ""}), in_evaluations(5, "diverged", (0,)), guarded
+    )
+
+
+def test_ranks_that_differ_in_each_try_of_an_evaluation_have_one_report() -> None:
+    """Of two ranks one returns early: nobody can be named, and the number of the try is all that differs."""
+
+    def of_try(number: int, step: int = 2) -> Incident:
+        call = f"all_reduce(f, phase='evaluation f() at step {step}, try {number}')"
+        sides = (call, (0,)), (f"nothing more: it has finished evaluation f() at step {step}, try {number}", (1,))
+        found = of_two_groups(*sides, culprits=())
+        ranks = tuple(report.model_copy(update={"operation": call}) for report in found.ranks)
+        return found.model_copy(update={"ranks": ranks})
+
+    assert goes_on(of_try(1), of_try(2)) and not goes_on(of_try(1), of_try(2, step=3))

@@ -566,3 +566,20 @@ def test_who_has_completed_a_late_call_and_left_is_not_why_it_is_not_over_here(
     assert set(finding.causes) == named
     verdict = verdict_of(finding, 0, WORLD, departed=departed, expired=True, coordinator=1)
     assert verdict.cause is cause, verdict
+
+
+@pytest.mark.parametrize(("age", "cause"), [(0.05, None), (4.9, Cause.NETWORK)])
+def test_a_call_that_its_last_rank_has_just_made_is_not_stuck(age: float, cause: Cause | None) -> None:
+    """Rank 0 came as rank 2's limit passed, and for it and the others the broadcast is over already."""
+    waiting = said(2, world(5, "broadcast"), trouble=Trouble(TroubleKind.DEADLINE, "limit"))
+    assert waiting.watched is not None
+    waiting = replace(waiting, watched=replace(waiting.watched, limit=5.0))
+    others = []
+    for rank, ago in ((0, age), (1, 5.0), (3, 5.0)):
+        report = said(rank, done={"0:gloo": 5})
+        assert report.watched is not None
+        recent = (Issued("0:gloo", 5, hash("broadcast") | 1, "broadcast", ago),)
+        others.append(replace(report, watched=replace(report.watched, recent=recent)))
+    finding = judged(waiting, *(codec.loads_report(codec.dumps(report)) for report in others))
+    verdict = verdict_of(finding, 0, WORLD, departed={}, expired=True, coordinator=1)
+    assert verdict.cause is cause, verdict
