@@ -188,17 +188,35 @@ def call_site_of(thread: int = 0) -> str:
     program that is installed like a library it is the innermost line of any that is neither torch's nor Python's.
     Empty for threads that have ended.
     """
-    spots = [
-        spot
-        for ident in dict.fromkeys((thread, threading.main_thread().ident or 0))
-        for spot in _spots(thread_frames(ident))
-        if not is_own_file(spot.file)
-    ]
+    threads = dict.fromkeys((thread, threading.main_thread().ident or 0))
+    return _own_line([spot for ident in threads for spot in _spots(thread_frames(ident))])
+
+
+def _own_line(spots: Sequence[_Spot]) -> str:
+    """Return the program's innermost line, or a package's; empty for none."""
+    others = [spot for spot in spots if not is_own_file(spot.file)]
     for suits in (_is_programs, _is_packages):
-        for spot in spots:
+        for spot in others:
             if suits(spot.file):
                 return spot.place()
     return ""
+
+
+def recorded_line(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Return the program's own line of frames that torch has recorded, as `call_site_of` does.
+
+    They are innermost first, each with its "filename", "line" and "name".
+    """
+    return _own_line(_recorded(frames))
+
+
+def recorded_stack(frames: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[str, ...]]:
+    """Return the same line, and the stack as `main_thread_stack` writes it."""
+    return recorded_line(frames), _lines(_recorded(frames), 64)
+
+
+def _recorded(frames: Sequence[Mapping[str, Any]]) -> list[_Spot]:
+    return [_Spot(str(frame["filename"]), int(frame["line"]), str(frame["name"]), {}) for frame in frames]
 
 
 def call_sites_of(limit: int) -> tuple[str, ...]:

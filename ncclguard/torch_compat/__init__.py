@@ -67,6 +67,7 @@ from ncclguard.torch_compat.nccl import (
     recorded_end as recorded_end,
     recorded_name as recorded_name,
     recorded_ranks as recorded_ranks,
+    recorded_stacks as recorded_stacks,
     recorder_dump as recorder_dump,
     recorder_name as recorder_name,
     records_itself as records_itself,

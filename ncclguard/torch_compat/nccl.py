@@ -12,6 +12,8 @@ import ctypes
 import functools
 import json
 import os
+import pickle
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -298,6 +300,26 @@ def recorder_dump(recorder: str, entries: bool) -> dict[str, Any] | None:
     except (AttributeError, RuntimeError, TypeError, ValueError):  # by version
         return None
     return trace if trace.get("pg_config") else None
+
+
+def recorded_stacks(recorder: str) -> list[dict[str, Any]]:
+    """Return the collectives of such a dump, each with its "frames", innermost first; empty where it cannot be told.
+
+    Takes 30 ms for 1,500 (torch 2.13, gloo). For it torch imports its compiler, which takes a second or two: so only
+    where the program has, as DDP and FSDP do.
+    """
+    compiler = getattr(sys.modules.get("torch._dynamo"), "__spec__", None)
+    if compiler is None or getattr(compiler, "_initializing", False):
+        return []
+    try:
+        if recorder in _RECORDERS:
+            dump = getattr(_c, _RECORDERS[recorder].removesuffix("_json"))(True, True, False)
+        else:
+            dump = getattr(_c, "_dump_fr_trace")(True, True, False, recorder)  # noqa: B009 - a CPU build has none
+        found: list[dict[str, Any]] = pickle.loads(dump).get("entries", [])  # which torch has just written
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # by version
+        return []
+    return found
 
 
 def recorded_end(entry: dict[str, Any]) -> bool:

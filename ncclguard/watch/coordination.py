@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -24,7 +24,8 @@ from ncclguard.coordination.store import AgreementStore, HighWaterMarks
 from ncclguard.engine.description import CALLER
 from ncclguard.incident import model
 from ncclguard.incident.model import Incident
-from ncclguard.incident.stacks import call_site_of, place_of, programs_thread
+from ncclguard.incident.stacks import call_site_of, place_of, programs_thread, recorded_line, recorded_stack
+from ncclguard.protocol.codec import ranges
 from ncclguard.protocol.decision import (
     TELLING_AFTER,
     Departure,
@@ -40,7 +41,17 @@ from ncclguard.protocol.decision import (
     is_interrupt,
 )
 from ncclguard.protocol.member import Member
-from ncclguard.watch.judge import COMPARES, MESSAGE, STARTED, analyse, expired, has_issued, is_consequence, verdict_of
+from ncclguard.watch.judge import (
+    COMPARES,
+    MESSAGE,
+    PLACES,
+    STARTED,
+    analyse,
+    expired,
+    has_issued,
+    is_consequence,
+    verdict_of,
+)
 from ncclguard.watch.recorder import FEWEST_LAST, LAST_CALLS, MOST_LAST, Calls, Observation, Pending, Recorder
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.language import joined, received, told, tr
@@ -139,7 +150,31 @@ class WatchState(GroupState):
         calls = [call for one in self.calls().values() for call in one.latest(most)]
         last = sorted(calls, key=lambda call: call.issued)[-most:]
         said = Watched(issued=self.read().issued, compared=tuple(_waiting(call, 0.0) for call in last))
-        return Report(self.member.rank, self.member.generation, watched=said, details={COMPARES: True})
+        details = {COMPARES: True, PLACES: self._places(last)}
+        return Report(self.member.rank, self.member.generation, watched=said, details=details)
+
+    def _made_at(self, call: Pending) -> dict[str, object]:
+        """Return the stack in which a call was made, as torch has recorded it, or none: the present one is of later."""
+        with self.reading:
+            entry = self.recorder.stacks(call.channel).get(call.sequence, {})
+        if not entry.get("frames"):
+            return {"stack": [], "threads": []}
+        place, stack = recorded_stack(entry["frames"])
+        main = int(entry.get("thread_id") or 0) in (0, threading.main_thread().ident)
+        thread = "" if main else str(entry.get("thread_name", ""))
+        return {"call_site": place, "stack": list(stack), "thread": thread, "threads": []}
+
+    def _places(self, calls: Sequence[Pending]) -> dict[str, dict[str, str]]:
+        """Return by channel and line of the program the numbers of the calls that it has made."""
+        found: dict[str, dict[str, list[int]]] = {}
+        for channel in dict.fromkeys(call.channel for call in calls):
+            with self.reading:
+                entries = self.recorder.stacks(channel)
+            for call in calls:
+                frames = entries.get(call.sequence, {}).get("frames") if call.channel == channel else None
+                if frames:
+                    found.setdefault(channel, {}).setdefault(recorded_line(frames), []).append(call.sequence)
+        return {channel: {place: ranges(n) for place, n in places.items()} for channel, places in found.items()}
 
     def torchs_own(self) -> Watched:
         """Return also what this rank waits in, each since it was issued."""
@@ -156,7 +191,7 @@ class WatchState(GroupState):
             return report
         called = self.differing[1]
         compared = () if called is None else (_waiting(called, 0.0),)
-        details = {**report.details, COMPARES: True}
+        details = {**report.details, COMPARES: True, **({} if called is None else self._made_at(called))}
         return replace(report, watched=replace(report.watched, compared=compared), details=details)
 
     def glance(self) -> Report:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ncclguard.coordination.incidents import ISSUERS
 from ncclguard.errors import is_repeat
+from ncclguard.protocol.codec import ranks_of
 from ncclguard.protocol.decision import (
     MAKES_GROUP,
     PRECEDENCE,
@@ -50,6 +51,8 @@ CONNECTS_WITHIN: Final = 120.0
 STARTED: Final = "started"
 #: In a report's details: the ranks are asked about a call of theirs that may differ, and about nothing else.
 COMPARES: Final = "compares"
+#: A detail of such an answer: by channel, the lines of the program that have called, each with its numbers.
+PLACES: Final = "places"
 #: In a report's details: the message between two ranks that its device waits in, in words.
 MESSAGE: Final = "message"
 
@@ -559,7 +562,10 @@ def _project(
         called = next((one for one in compared if (one.channel, one.sequence) == (channel, sequence)), None)
         if called is not None and (wait is None or wait.sequence != sequence):
             operation = Operation(sequence, called.fingerprint, called.text)
-            found[rank] = replace(report, operation=operation, phase=Phase.DONE, done=sequence, elsewhere="")
+            details = {**report.details, "call": called.text, **_call_site(report, channel, sequence)}
+            found[rank] = replace(
+                report, operation=operation, phase=Phase.DONE, done=sequence, elsewhere="", details=details
+            )
             continue
         if wait is None:
             done = _done(report, channel)
@@ -575,3 +581,11 @@ def _project(
             elsewhere="",
         )
     return found
+
+
+def _call_site(report: Report, channel: str, sequence: int) -> dict[str, str]:
+    """Return where the program has made a call, as a detail of its report; nothing where it did not say."""
+    places = report.details.get(PLACES)
+    of_channel = places.get(channel, {}) if isinstance(places, Mapping) else {}
+    made = [place for place, numbers in of_channel.items() if sequence in ranks_of(numbers)]
+    return {"call_site": made[0]} if made else {}

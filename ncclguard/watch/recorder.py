@@ -301,6 +301,20 @@ class Recorder:
                     found[channel] = Calls(channel, own.ranks, of_it, recorder, since=own.since, whole=whole)
         return found
 
+    def stacks(self, channel: str) -> dict[int, dict[str, Any]]:
+        """Return the last collectives of a channel, by number, with the "frames" in which each was called.
+
+        Takes a little longer than `observe`.
+        """
+        own = self._channels.get(channel)
+        entries = [] if own is None else torch_compat.recorded_stacks(own.recorder)
+        return {
+            int(entry["collective_seq_id"]): entry
+            for entry in entries
+            if own is not None and entry["process_group"][0] == own.name and not entry.get("is_p2p")
+            and int(entry.get("time_created_ns") or 0) >= own.since
+        }  # fmt: skip
+
     def _learn_groups(self) -> None:
         now = time.time_ns()
         groups = tuple(_told_apart(group) for group in torch_compat.known_groups())

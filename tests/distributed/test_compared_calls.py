@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import time
@@ -33,6 +34,7 @@ PATIENCE = 60.0
 
 def watched() -> tuple[Any, list[str]]:
     """Watch from the start on; the texts of the incidents are kept."""
+    importlib.import_module("torch._dynamo")  # as DDP does: torch then tells in which stack it was called
     os.environ["NCCLGUARD_REPORT_DIR"] = "none"
     found: list[str] = []
     handle = ng.watch(timeout=60, on_incident=lambda incident: found.append(incident.to_json()))
@@ -86,6 +88,9 @@ def test_a_mismatch_with_which_nothing_stands_still_is_told_once_on_all_ranks(
     assert sorted(rank for _, ranks in incident.sides for rank in ranks) == (members or [*range(RANKS)])
     assert {text.split("[")[0] for text, _ in incident.sides} == {"all_reduce(Float ", "all_reduce(Int "}
     assert "has ended, and not all ranks called the same" in incident.summary
+    for report in (incident.ranks[rank] for rank in members or range(RANKS)):  # of the call, not of where it is by now
+        assert "in reduces_integers" in str(report.call_site), report
+        assert (report.rank in named) == any(text.endswith("group=group)") for text in report.stack), report
     assert "not to be trusted" in incident.advice
 
 
@@ -171,6 +176,7 @@ def test_a_mismatch_at_the_end_of_a_job_is_told_when_all_have_left(
     incident = ng.Incident.from_json(said[0]["incidents"][0])
     assert (str(incident.cause), incident.culprits, incident.agreed) == ("diverged", named, False), incident
     assert incident.op_id.rpartition("/")[2] == str(at), "the one that differs"
+    assert all("in reduces_and_leaves" in str(report.call_site) for report in incident.ranks), incident
     assert {text.split("[")[0] for text, _ in incident.sides} == {"all_reduce(Float ", "all_reduce(Int "}
 
 
