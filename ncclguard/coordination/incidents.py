@@ -303,6 +303,18 @@ def _advice(
                 "since nothing but their number tells these apart: give each a `step=` of its own.",
                 advice=advice,
             )
+    elif cause is Cause.EXITED and state.guarded and not in_evaluation(text):
+        return tr(
+            "{advice} If it left out a call earlier instead, calls that look alike have been paired since, and what they gave "
+            "mixes different steps: a `name=` in each, such as the step, tells of that at once.",
+            advice=advice,
+        )
+    elif cause is Cause.EXITED and not state.guarded:
+        return tr(
+            "{advice} If it left out a call earlier instead, calls that look alike have been paired since, and what they gave "
+            "mixes different steps.",
+            advice=advice,
+        )
     elif astray:
         return tr(
             "It waits in a collective of torch's own, which a guarded call does not meet: use the guarded one on all ranks "

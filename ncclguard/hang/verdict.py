@@ -602,7 +602,11 @@ def _unclear(evidence: Evidence) -> Verdict:
     if not any(one.place for one in evidence.seen):
         summary = tr("No stack could be read; where the ranks stand cannot be told.")
         trouble = next((one.trouble for one in evidence.seen if one.trouble), "")
-        return Verdict((), Cause.UNKNOWN, "low", False, summary, trouble, "")
+        step = tr(
+            "Have py-spy installed where this runs (`pip install py-spy`), and look again. A job under `watch()` or in a guarded call "
+            "tells by itself whom it waits for: `ncclguard top --all`."
+        )
+        return Verdict((), Cause.UNKNOWN, "low", False, summary, trouble, step)
     if all(one.may_wait for one in evidence.seen):
         summary = tr(
             "All ranks stand in the same calls as before; whether their devices compute or wait for each other, stacks do not tell."

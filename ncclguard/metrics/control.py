@@ -26,6 +26,7 @@ from typing import Any
 
 from ncclguard.arguments import seconds_or_zero
 from ncclguard.metrics.settings import SETTINGS
+from ncclguard.spelling import meant
 from ncclguard_explain.command_line import Parser, described
 from ncclguard_explain.language import joined, say, speaking_to, told, tr
 
@@ -340,6 +341,9 @@ def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], 
         if time.monotonic() >= until:
             break
         time.sleep(LOOK)
+    if not groups:
+        print(told("{setting} is not in force: no guarded group has begun that could take it", setting=text))
+        return 1
     print(
         told(
             "{setting} is proposed; {some} will take it with the next exchange: every {number}th operation of a group has one",
@@ -354,13 +358,10 @@ def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], 
 def _assignment(text: str) -> tuple[str, float | None]:
     name, _, value = text.partition("=")
     if name not in SETTINGS:
-        raise ValueError(
-            told(
-                "{setting} cannot be set in a running job: write NAME=VALUE, with one of {some}",
-                setting=repr(text),
-                some=", ".join(SETTINGS),
-            )
-        )
+        some = ", ".join(SETTINGS)
+        there = tr("write NAME=VALUE, with one of {some}", some=some)
+        refused = tr("{setting} cannot be set in a running job", setting=repr(text))
+        raise ValueError(say(joined(": ", (refused, meant(name, SETTINGS, "{}=") or there))))
     if value.lower() == "none":
         return name, None
     try:
