@@ -186,7 +186,7 @@ def test_a_message_is_english_text_that_can_be_said_in_chinese() -> None:
             "f() 失败：rank 1 丢失；其余 rank 认定 rank 1 已经不在，并且不带它继续：请结束本进程。",
         ),
         ("it waits in g(x) of group 0:cpu (ranks 0-2)", "它正在等组 0:cpu（rank 0-2）的 g(x)"),
-        ("it waited in g(x) of group 0:cpu (ranks 0-2) until 0.5 s before", "它一直在等组 0:cpu（rank 0-2）的 g(x)，到 0.5 s 前为止"),
+        ("it waited in g(x) of group 0:cpu (ranks 0-2) until 0.5 s before", "它曾在等组 0:cpu（rank 0-2）的 g(x)，0.5 s 前才结束等待"),
         ("g(x) of group 0:cpu (ranks 0-2)", "组 0:cpu（rank 0-2）的 g(x)"),
         ("g(number 3; it is connecting still) stood still for 3 s: rank 1 late.", "g(number 3; it is connecting still) 停滞了 3 s：rank 1 迟到。"),
         (

@@ -178,7 +178,7 @@ def test_a_proposal_contains_those_before_it(serve: Serve, capsys: pytest.Captur
     assert values == (("timeout", None), ("chunk_numel", 50_000_000))
     said = capsys.readouterr().out
     assert "has no guarded group yet" in said
-    assert "every 100th operation of a group has one" in said
+    assert "is proposed and not in force: no guarded group has begun" in said
 
 
 def test_the_job_must_be_known_and_named_when_there_are_two(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
