@@ -342,7 +342,9 @@ def _wait(job: str, path: Path, proposal: int, values: dict[str, float | None], 
             break
         time.sleep(LOOK)
     if not groups:
-        print(told("{setting} is proposed and not in force: no guarded group has begun that could take it", setting=text))
+        print(
+            told("{setting} is proposed and not in force: no guarded group has begun that could take it", setting=text)
+        )
         return 1
     print(
         told(

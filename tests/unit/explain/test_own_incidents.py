@@ -726,3 +726,55 @@ def test_a_call_whose_source_is_not_recorded_is_compared_first(
     report = explain_lines([f"ncclguard incident 83cc589a-0-gloo-10.0: {verdict} {advice}"])
     assert report.cause == "network"
     assert words in report.next_step
+
+
+@pytest.mark.parametrize(
+    ("ended", "diverged"),
+    [
+        ("has ended, and not all ranks called the same", "rank 1 diverged"),
+        ("已经结束，但各 rank 调用的并不相同", "rank 1 调用不一致"),
+    ],
+    ids=["en", "zh"],
+)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_call_that_has_ended_with_wrong_values_is_an_incident_also_where_the_job_goes_on(
+    explain_lines: Explain, ended: str, diverged: str, stepped: bool
+) -> None:
+    call = "all_reduce(Float [3], group 0 default_pg, number 47)"
+    panel = of_panel(
+        "18bfb2a8-0-gloo-47.0",
+        f"{call} {ended}{': ' if ended.isascii() else '：'}{diverged}.",
+        f"ranks 0, 2 called {call}",
+        f"rank 1 called {call.replace('Float', 'Int')}",
+    )
+    steps = [f"step {n} loss {1 / n:.3f}" for n in range(40, 60)] if stepped else []
+    report = explain_lines(["step 38 loss 0.1", "step 39 loss 0.1", *panel, *steps, "training complete"], world_size=3)
+    assert (report.incident, report.culprits, report.cause) == (True, (1,), "diverged"), report.summary
+
+
+def test_a_job_that_was_ended_in_a_hang_is_explained_by_what_it_said_before(explain_lines: Explain) -> None:
+    """What its ranks print when their connections break is a consequence of the end."""
+    waits = "ncclguard: all_reduce(number 6) has made no progress for 30 s on rank 0: rank 1 has not come: it is at x.py:5 in f"
+    outside = "all_reduce(number 6) stood still for 38 s: all ranks were ended from outside, with SIGTERM"
+    ended = [
+        "W1129 16:26:43.896000 8503 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 8654 closing signal SIGTERM",
+        f"[rank0]: ncclguard incident bf1ae8de-0-gloo-6.0: {outside}.",
+        "[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:20909.",
+        *of_panel("bf1ae8de-0-gloo-6.0", f"{outside}.", "cause: unknown, there is no evidence"),
+    ]
+    report = explain_lines([waits, *ended], world_size=3)
+    assert (report.culprits, report.cause, report.cause_class) == ((1,), "late", "slow_rank_side_work"), report.summary
+    report = explain_lines(
+        [line.replace("SIGTERM.", "SIGTERM; rank 1 had not come to it.") for line in ended], world_size=3
+    )
+    assert (report.culprits, report.suspects, report.cause_class) == ((), (1,), "unknown"), report.summary
+
+
+def test_an_evaluation_that_one_rank_calls_is_told_as_that_also_after_the_others_have_left(
+    explain_lines: Explain,
+) -> None:
+    call = "all_gather_object(sizes, name='evaluation evaluate() at step {}, beginning of try 1')"
+    first = of_panel("6a173389-0-cpu-1.0", f"{call.format(0)} failed after 5 s: rank 0 diverged.")
+    last = of_panel("6a173389-0-cpu-2.1", f"{call.format(5)} failed after 0.3 s: ranks 1-2 exited.")
+    report = explain_lines([*first, *last], world_size=3)
+    assert (report.culprits, report.cause) == ((0,), "diverged"), report.summary
