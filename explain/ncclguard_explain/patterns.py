@@ -20,7 +20,9 @@ same prefilter as a log.
 
 from __future__ import annotations
 
+import importlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -1089,21 +1091,79 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 
+def _words(parsed: Any) -> tuple[str, ...]:
+    """Return words of which one stands in every match of a parsed pattern, as long as they can be; ("",) for none."""
+    found: list[tuple[str, ...]] = []
+    run = ""
+    for op, value in [*parsed, (None, None)]:
+        name = str(op)
+        if name == "LITERAL":
+            run += chr(value)
+            continue
+        found.append((run,))
+        run = ""
+        if name == "SUBPATTERN" and not value[1] & re.IGNORECASE:
+            found.append(_words(value[3]))
+        elif name == "BRANCH":
+            found.append(tuple(word for way in value[1] for word in _words(way)))
+        elif name in ("MAX_REPEAT", "MIN_REPEAT") and value[0] > 0:
+            found.append(_words(value[2]))
+    return max(found, key=lambda words: min(map(len, words)))
+
+
+def _needles_of(row: Row) -> tuple[str, ...]:
+    """Return the needles of a row; of one that is told by none, what its pattern asks for."""
+    if all(row.needles) or row.pattern.flags & re.IGNORECASE:
+        return row.needles
+    try:
+        parser = importlib.import_module("re._parser")
+    except ImportError:  # before Python 3.11
+        parser = importlib.import_module("sre_parse")
+    return tuple(dict.fromkeys(_words(parser.parse(row.pattern.pattern))))
+
+
+#: Letters of a needle by which the rows are found: a text has fewer triples than there are needles.
+_TRIPLE = 3
+
+
+def _triples(text: str) -> set[str]:
+    """Return all triples of letters in a text, and the empty one, by which a needle of two letters is found."""
+    return {"", *(text[at : at + _TRIPLE] for at in range(len(text) - _TRIPLE + 1))}
+
+
+def _by_triples() -> dict[str, list[tuple[str, int]]]:
+    """Return the needles, each with the place of its row, by the triple in them that is in the fewest needles."""
+    needles = [(needle, at) for at, row in enumerate(ROWS) for needle in _needles_of(row)]
+    common = Counter(triple for needle, _ in needles for triple in _triples(needle))
+    owners: dict[str, list[tuple[str, int]]] = {}
+    for needle, at in needles:
+        owners.setdefault(min(sorted(_triples(needle)), key=common.__getitem__), []).append((needle, at))
+    return owners
+
+
+_OWNERS = _by_triples()
+
+
+def _rows_of(text: str) -> list[Row]:
+    """Return the rows of which a needle stands in the text, in their order."""
+    there = _OWNERS.keys() & _triples(text)
+    return [ROWS[at] for at in sorted({at for triple in there for needle, at in _OWNERS[triple] if needle in text})]
+
+
 def parse_text(text: str, make: Fact) -> Iterator[Fact]:
     """Yield the facts of one record, in the order of the rows; `make` carries its place, rank and clock.
 
     What stands in backticks is quoted, and what somebody says that one will see: by documentation, by advice.
     """
+    rows = _rows_of(text)
+    if not rows:
+        return
     quoted = quotations.spans(text)
     group, inner = group_of(text)
-    make = make.clone(group=group, group_rank=inner)
+    if group is not make.group or inner != make.group_rank:
+        make = make.clone(group=group, group_rank=inner)
     taken: list[tuple[int, int]] = []
-    for row in ROWS:
-        for needle in row.needles:
-            if needle in text:
-                break
-        else:
-            continue
+    for row in rows:
         target = text if row.kind is not Kind.EXCEPTION else message_of(text)
         shift = len(text) - len(target)
         for found in row.pattern.finditer(target):

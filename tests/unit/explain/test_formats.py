@@ -10,7 +10,7 @@ from explain_logs import timeout
 
 from ncclguard_explain import Report
 from ncclguard_explain.facts import Fact, Kind
-from ncclguard_explain.patterns import ROWS, Row, group_of, parse_text, warning_class
+from ncclguard_explain.patterns import ROWS, Row, _rows_of, group_of, parse_text, warning_class
 from ncclguard_explain.records import GENERAL, NEEDLES, STARTING, pieces, split_prefix
 
 Explain = Callable[..., Report]
@@ -40,6 +40,16 @@ def test_row_of_the_table(row: Row) -> None:
         assert any(all(getattr(fact, name) == value for name, value in values.items()) for fact in found), line
     for line in row.no:
         assert not any(fact.kind is row.kind for fact in facts_of(line)), line
+
+
+def test_no_row_is_passed_over_whose_words_and_pattern_fit_a_line() -> None:
+    lines = [line for row in ROWS for line in (*(line for line, _ in row.yes), *row.no)]
+    for line in dict.fromkeys([*lines, *(line.replace(" ", "") for line in lines)]):
+        tried = _rows_of(line)
+        assert tried == [row for row in ROWS if row in tried]
+        for row in ROWS:
+            if any(needle in line for needle in row.needles) and row.pattern.search(line):
+                assert row in tried, (line, row.regex)
 
 
 @pytest.mark.parametrize(
