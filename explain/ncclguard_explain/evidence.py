@@ -835,12 +835,16 @@ def _give_to_who_crashed(evidence: Evidence) -> None:
 
 def _give_to_their_ranks(evidence: Evidence) -> None:
     """Count the last line of a traceback for the rank that the traceback is said to be of, whoever prints it."""
-    told = [fact for fact in evidence.of(Kind.EXCEPTION) if fact.frames and (fact.rank_basis == "text" or fact.until)]
-    for fact in evidence.of(Kind.EXCEPTION) if told else ():
-        for one in told:
-            same = (one.source, one.detail) == (fact.source, fact.detail) and one.name.endswith(fact.name)
+    raised = evidence.of(Kind.EXCEPTION)
+    told: dict[tuple[int, str], list[Fact]] = {}
+    for fact in raised:
+        if fact.frames and (fact.rank_basis == "text" or fact.until):
+            told.setdefault((fact.source, fact.detail), []).append(fact)
+    for fact in raised:
+        for one in told.get((fact.source, fact.detail), ()) if not fact.frames else ():
             begin, most = (one.line, 400) if one.rank_basis == "text" else (one.until, 2 * len(one.frames) + 3)
-            if same and not fact.frames and begin < fact.line <= begin + most and fact.rank_basis == "prefix":
+            same = one.name.endswith(fact.name) and begin < fact.line <= begin + most
+            if same and fact.rank_basis == "prefix":
                 fact.rank, fact.rank_basis = one.rank, one.rank_basis
 
 

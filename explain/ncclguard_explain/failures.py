@@ -81,15 +81,13 @@ def follows_from_peers(type_name: str, text: str) -> bool:
     return name in _FOLLOWING_TYPES or _FOLLOWS.search(text) is not None
 
 
-def went_on(evidence: Evidence, failure: Fact) -> bool:
-    """Return whether a rank retried or went on training after it raised: then that is not why its peers wait."""
-    for fact in evidence.of(Kind.RETRIED, Kind.ALIVE):
-        same = fact.source == failure.source and fact.line >= failure.line and fact.rank == failure.rank
-        end = failure.line + 3 * len(failure.frames)  # each frame with its source and the marks below that
-        alive = fact.rank is not None and fact.line > end
-        if same and (fact.kind is Kind.RETRIED or alive):
-            return failure.rank is not None or not evidence.of(Kind.EXIT, Kind.LAUNCHER)
-    return False
+def _went_on(failure: Fact, own: Sequence[Fact]) -> bool:
+    """Return whether a rank went on after it raised, as `own` tells of it: then that is not why its peers wait."""
+    end = failure.line + 3 * len(failure.frames)  # each frame with its source and the marks below that
+    return any(
+        fact.line >= failure.line and (fact.kind is Kind.RETRIED or (fact.rank is not None and fact.line > end))
+        for fact in own
+    )
 
 
 def _experts_waited(evidence: Evidence) -> bool:
@@ -110,6 +108,10 @@ def own_exceptions(evidence: Evidence) -> list[Fact]:
     for fact in evidence.of(*EXPIRED):
         expired.setdefault(fact.source, fact.line)
     trapped = _experts_waited(evidence)
+    later: dict[tuple[int, int | None], list[Fact]] = {}
+    for fact in evidence.of(Kind.RETRIED, Kind.ALIVE):
+        later.setdefault((fact.source, fact.rank), []).append(fact)
+    ended = bool(evidence.of(Kind.EXIT, Kind.LAUNCHER))
     return [
         fact
         for fact in evidence.of(Kind.EXCEPTION)
@@ -122,7 +124,7 @@ def own_exceptions(evidence: Evidence) -> list[Fact]:
         and fact.line <= expired.get(fact.source, fact.line)  # after the limit it cannot be why the peers waited
         and (fact.name != "RuntimeError" or fact.detail)  # without a text it proves nothing
         and not (fact.name == "RuntimeError" and _is_cut(evidence, fact))  # the rest may explain it
-        and not went_on(evidence, fact)
+        and not ((fact.rank is not None or not ended) and _went_on(fact, later.get((fact.source, fact.rank), ())))
     ]
 
 
