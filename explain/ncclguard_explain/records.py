@@ -349,6 +349,7 @@ _GLOG = re.compile(r"(?<![\w])[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,
 _ISO = re.compile(r"(\d{4})[-/](\d\d)[-/](\d\d)[ T_\-](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _US = re.compile(r"(\d\d)/(\d\d)/(\d{4}) (\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 _SYSLOG = re.compile(r"(?:^|\[[A-Z][a-z]{2} )([A-Z][a-z]{2}) +(\d{1,2}) (\d\d):(\d\d):(\d\d)")  # and dmesg -T
+_TIME_OF_DAY = re.compile(r"\d\d:\d\d:\d\d")  # all of them have one
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _DAYS = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
 
@@ -390,6 +391,8 @@ _OUTER = tuple(
         r"(?:\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? (?:\| )?)?[Rr]ank[ _=:\-]{1,3}(?P<said>\d{1,6}) \| +(?=\S)",  # loguru and others, in columns
     )
 )
+#: All of them at once; the first that fits counts.
+_ANY_OUTER = re.compile("|".join(f"(?:{pattern.pattern})" for pattern in _OUTER))
 #: Where a record begins in the middle of a line.
 _HEAD = re.compile(
     r"\[rank\d{1,6}\]:(?=\s?\[[EWIF])|\[rank\d{1,6}\]: |"
@@ -398,6 +401,8 @@ _HEAD = re.compile(
     rf"(?<=\])(?:{_SGLANG})|"  # behind a progress bar
     r"(?<=[^\s\]:])\s*Traceback \(most recent call last\):|(?<=\s)(?:ERROR|WARNING|INFO):torch[\w.]*:"
 )
+#: One of these words is in each of them, or "][".
+_OF_HEADS = ("[rank", ".cpp:", ".hpp:", ".cc:", "] NCCL ", " NCCL WARN", "Traceback (most", ":torch")
 _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\d{4} \d\d:\d\d:\d\d")
 #: A line that begins like this goes on nothing.
 _STARTS = re.compile(
@@ -473,6 +478,8 @@ def _seconds(month: int, day: int, hour: int, minute: int, second: int, fraction
 
 def clock(text: str) -> float | None:
     """Return the line's time in seconds since the start of some year, or None; hosts' clocks are never compared."""
+    if _TIME_OF_DAY.search(text) is None:
+        return None
     for pattern, order in ((_GLOG, (1, 2, 3, 4, 5, 6)), (_ISO, (2, 3, 4, 5, 6, 7)), (_US, (1, 2, 4, 5, 6, 7))):
         found = pattern.search(text)
         if found:
@@ -510,17 +517,18 @@ def split_prefix(raw: str) -> Prefix:
         >>> split_prefix("11: [rank11]:[E617 10:00:00.5 ProcessGroupNCCL.cpp:632] hello").rank
         11
     """
+    return _split_again(raw) if len(raw) <= _OFTEN_SPLIT else _split(raw)
+
+
+def _split(raw: str) -> Prefix:
     text = _unwrapped(strip_ansi(raw))
     when = clock(text[:200])
     rank = local = node = pid = None
     basis = tag = host = place = container = ""
     partial = False
     for _ in range(8):
-        for pattern in _OUTER:
-            found = pattern.match(text)
-            if found and found.end():
-                break
-        else:
+        found = _ANY_OUTER.match(text)
+        if found is None:
             break
         said = found.groupdict()
         if said.get("task") is not None:
@@ -565,6 +573,11 @@ def split_prefix(raw: str) -> Prefix:
     elif found := _SAID_BY.search(text[:400]):  # the number in front is another one: of srun, or of the device
         rank, basis, tag = int(found[1] or found[2]), "text", tag + found[0]
     return Prefix(text, rank, basis, when, hidden, tag, local, node, pid, partial, host, place, container)
+
+
+#: Lines around one that matters are split again and again; the longest of which the answer is remembered.
+_OFTEN_SPLIT = 1024
+_split_again = functools.lru_cache(maxsize=2048)(_split)
 
 
 def message_of(text: str) -> str:
@@ -758,6 +771,8 @@ def pieces(text: str) -> list[str]:
         >>> pieces("a timeout.[rank2]:[E801 14:37:42.7 x.cpp:1] b")
         ['a timeout.', '[rank2]:[E801 14:37:42.7 x.cpp:1] b']
     """
+    if "][" not in text and all(text.find(word, 1) < 0 for word in _OF_HEADS):
+        return [text]
     starts = [found.start() for found in _HEAD.finditer(text) if found.start() > 0]
     if not starts:
         return [text]
@@ -767,6 +782,8 @@ def pieces(text: str) -> list[str]:
 
 #: Bytes after a hit that must be there before it is read: a message may go on.
 FOLLOW_BYTES = 1 << 16
+#: Bytes within which a line behind a hit mostly ends; where fewer lines do than are asked for, all is read.
+NEAR_BYTES = 256
 #: Bytes before a hit that are kept: a wrapped line may have begun there; and what stands around an incident.
 CONTEXT_BYTES = 8192
 #: Bytes before a hit that are kept besides: what has printed it may stand there.
@@ -975,7 +992,10 @@ class Record:
 
 
 def _lines(data: bytes) -> list[str]:
-    return _BREAKS.split(data.decode("utf-8", "replace").replace("\x00", ""))
+    text = data.decode("utf-8", "replace").replace("\x00", "")
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text.split("\n")
 
 
 class Scanner:
@@ -1118,7 +1138,10 @@ class Scanner:
         number -= at - first
 
         def following(count: int) -> Sequence[str]:
-            return _lines(buffer[end : end + FOLLOW_BYTES])[1 : count + 1]
+            near = _lines(buffer[end : end + min(count * NEAR_BYTES, FOLLOW_BYTES)])
+            if len(near) < count + 2:  # the last one may be cut
+                near = _lines(buffer[end : end + FOLLOW_BYTES])
+            return near[1 : count + 1]
 
         def preceding() -> Sequence[str]:
             return _lines(buffer[max(0, start - QUOTED_BYTES) : stop])
