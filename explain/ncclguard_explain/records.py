@@ -6,9 +6,11 @@ Launchers (srun, mpirun, torchrun, Ray) and shippers (kubectl, docker, CloudWatc
 line and break a line anywhere, a progress bar has no newline, an issue form loses them all. A pattern must see none of
 that, so it is undone before any pattern is tried.
 
-A log is searched block by block for short byte strings ("needles"), all at once; one combined regular expression runs
-at some 20 MB/s. Only lines with a needle, and their neighbours, are decoded. What a rank printed last before the
-incident, and last of all, is kept too: a progress bar that goes on after the timeout says that the rank is alive.
+A log is searched block by block for short byte strings ("needles"). One combined regular expression runs at some
+20 MB/s; instead, of lines that differ in figures only one is searched, and where no two are alike the words of a block
+are searched, each once, and then the block for the few needles that these leave possible. Only lines with a needle, and
+their neighbours, are decoded. What a rank printed last before the incident, and last of all, is kept too: a progress
+bar that goes on after the timeout says that the rank is alive.
 Memory is bounded by two blocks, and of a line that comes in thousands of copies a few thousand are read.
 """
 
@@ -26,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from ncclguard_explain import quotations
 from ncclguard_explain.language import tr
@@ -854,45 +856,16 @@ _HOST_BYTES = re.compile(
 _ERROR_HEAD = re.compile(rb"\[rank(\d{1,6})\]:(?:\s?\[[EF][^\n]*)?$")
 _TASK = re.compile(rb"^\s*(\d{1,6}): \S", re.MULTILINE)
 _DIGIT_BYTES = re.compile(rb"\d+")
-_BREAKS = re.compile(r"\r\n|\n|\r")
 
 
-_FACTOR = 2654435761  # Knuth, The Art of Computer Programming, volume 3, 6.4: multiplicative hashing
-_WORD = 4
-_BITS = 18
-#: Bytes that are rarer in logs than small letters and spaces: what is told apart by them is looked up less often.
-_RARE = re.compile(rb"[^a-z ]")
-_SLICE = 1 << 20
+#: Turns all that is no letter into blanks: in letters alone the words of a log are few.
+_LETTERS = bytes(byte if chr(byte).isalpha() and byte < 0x80 else 0x20 for byte in range(256))
 
 
 @functools.cache
-def _numpy() -> Any:
-    """Return numpy, or None where it is not installed: a long log takes longer then."""
-    try:
-        return importlib.import_module("numpy")
-    except ImportError:
-        return None
-
-
-@functools.lru_cache(maxsize=2)
-def _table(needles: tuple[bytes, ...]) -> tuple[Any, dict[int, list[tuple[bytes, int]]], tuple[bytes, ...]]:
-    """Return which hashes of four bytes begin something, hash -> (needle, where in it they stand), and short needles.
-
-    Of seven bytes, wherever they stand, four lie in one aligned word: of those seven of a needle that are the rarest.
-    """
-    flags = _numpy().zeros(1 << _BITS, dtype=bool)
-    owners: dict[int, list[tuple[bytes, int]]] = {}
-    for needle in needles:
-        if len(needle) < 2 * _WORD - 1:
-            continue
-        first = max(
-            range(len(needle) - 2 * _WORD + 2), key=lambda at: len(_RARE.findall(needle[at : at + 2 * _WORD - 1]))
-        )
-        for at in range(first, first + _WORD):
-            key = (int.from_bytes(needle[at : at + _WORD], sys.byteorder) * _FACTOR & 0xFFFFFFFF) >> 32 - _BITS
-            flags[key] = True
-            owners.setdefault(key, []).append((needle, at))
-    return flags, owners, tuple(needle for needle in needles if len(needle) < 2 * _WORD - 1)
+def _fragments(needle: bytes) -> tuple[bytes, ...]:
+    """Return the words of a needle, the longest first, which most texts lack."""
+    return tuple(sorted(needle.translate(_LETTERS).split(), key=len, reverse=True))
 
 
 def _finds(data: bytes, needle: bytes, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
@@ -902,33 +875,27 @@ def _finds(data: bytes, needle: bytes, begin: int, end: int) -> Iterator[tuple[i
         at = data.find(needle, at + len(needle), end)
 
 
-def _places(data: bytes, needles: tuple[bytes, ...], begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (position, needle) in order.
+def _possible(data: bytes, needles: tuple[bytes, ...]) -> list[bytes]:
+    """Return the needles that may stand in a text: all their words in letters stand in one of its own.
 
-    The text is looked at as words of four bytes, which are hashed and looked up at once: some 3 ms per MB with numpy,
-    whatever the number of needles, where `bytes.find` takes 0.2 to 0.8 ms per MB for each. Short texts are not worth
-    the words.
+    A block of a log has some hundred words, which are searched in the time that few searches of the block take.
     """
-    numpy = _numpy() if end - begin >= 1 << 16 else None
-    if numpy is None:
-        yield from sorted(hit for needle in needles for hit in _finds(data, needle, begin, end))
-        return
-    flags, owners, short = _table(needles)
-    for low in range(begin - begin % _WORD, end, _SLICE):
-        high = min(end, low + _SLICE)
-        words = numpy.frombuffer(
-            data, dtype=numpy.uint32, count=min(len(data) - low, high - low + _WORD) // _WORD, offset=low
-        )
-        keys = words * numpy.uint32(_FACTOR) >> numpy.uint32(32 - _BITS)
-        hits = []
-        for place in numpy.flatnonzero(flags.take(keys)).tolist():
-            for needle, inside in owners[int(keys[place])]:
-                at = low + _WORD * place - inside
-                if begin <= at < end and data.startswith(needle, at):
-                    hits.append((at, needle))
-        for needle in short:
-            hits += _finds(data, needle, max(begin, low), min(end, high + len(needle) - 1))
-        yield from sorted(hits)
+    words = b" ".join(set(data.translate(_LETTERS).split()))
+    stands: dict[bytes, bool] = {}
+
+    def is_there(word: bytes) -> bool:
+        if word not in stands:
+            stands[word] = word in words
+        return stands[word]
+
+    return [needle for needle in needles if all(map(is_there, _fragments(needle)))]
+
+
+def _places(data: bytes, needles: tuple[bytes, ...], begin: int, end: int) -> list[tuple[int, bytes]]:
+    """Return (position, needle) in order."""
+    region = data[begin : end + max(map(len, needles))]
+    possible = _possible(region, needles)
+    return sorted(hit for needle in possible for hit in _finds(data, needle, begin, end + len(needle) - 1))
 
 
 _FIGURES = b"0123456789"
@@ -937,38 +904,40 @@ _SHAPES, _SHAPE, _SAMPLE = 20_000, 1024, 1 << 15
 
 
 @functools.lru_cache(maxsize=2)  # the needles that are asked for change a few times while a log is read
-def _quiet(needles: tuple[bytes, ...]) -> set[bytes]:
-    """Return the shapes of lines (without their figures) in which none of the needles can stand; it grows."""
-    return set()
+def _shapes(needles: tuple[bytes, ...]) -> dict[bytes, tuple[bytes, ...]]:
+    """Return, for shapes of lines (without their figures), the needles that can stand in one; it grows."""
+    return {}
 
 
 def _places_by_shape(data: bytes, needles: tuple[bytes, ...], begin: int, end: int) -> Iterator[tuple[int, bytes]]:
     """Yield what `_places` does. Most lines of a log differ in figures only, and of a kind one is searched."""
-    quiet = _quiet(needles)
-    sample = data[begin : min(end, begin + _SAMPLE)].translate(None, _FIGURES).split(b"\n")
-    if end - begin > _SAMPLE and len(set(sample) - quiet) > len(sample) // 2:
+    known = _shapes(needles)
+    sample = data[begin : min(end, begin + _SAMPLE)].translate(None, _FIGURES).replace(b"\r", b"\n").split(b"\n")
+    if end - begin > _SAMPLE and sum(shape not in known for shape in set(sample)) > len(sample) // 2:
         yield from _places(data, needles, begin, end)  # to remember lines of which none comes again costs more
         return
     # Within a line that has no end, a needle may reach beyond it.
     region = data[begin : end if data[end - 1 : end] == b"\n" else end + max(map(len, needles))]
+    region = region.replace(b"\r", b"\n")  # the states of a progress bar are lines that differ in figures
     shapes = region.translate(None, _FIGURES).split(b"\n")
-    new = set(shapes) - quiet
+    if len(known) > _SHAPES:
+        known.clear()
+    found = {shape: known.get(shape) for shape in set(shapes)}
+    new = [shape for shape, there in found.items() if there is None]
     if new:
-        text = b"\n".join(new)
-        bare = tuple(dict.fromkeys(needle.translate(None, _FIGURES) for needle in needles))
-        present = {needle for _, needle in _places(text, bare, 0, len(text))}
-        loud = {shape for shape in new if any(needle in shape for needle in present)}
-        if len(quiet) > _SHAPES:
-            quiet.clear()
-        quiet.update(shape for shape in new - loud if len(shape) <= _SHAPE)
-        if loud:
-            at = begin
-            wanted = [needle for needle in needles if needle.translate(None, _FIGURES) in present]
-            for line, shape in zip(region.split(b"\n"), shapes):
-                if shape in loud:
-                    hits = sorted(hit for needle in wanted for hit in _finds(data, needle, at, at + len(line)))
-                    yield from (hit for hit in hits if hit[0] < end)
-                at += len(line) + 1
+        bare = {needle: needle.translate(None, _FIGURES) for needle in _possible(b"\n".join(new), needles)}
+        for shape in new:
+            found[shape] = there = tuple(needle for needle, word in bare.items() if word in shape)
+            if len(shape) <= _SHAPE:
+                known[shape] = there
+    loud = {shape: there for shape, there in found.items() if there}
+    if loud:
+        at = begin
+        for line, shape in zip(region.split(b"\n"), shapes):
+            if shape in loud:
+                hits = sorted(hit for needle in loud[shape] for hit in _finds(data, needle, at, at + len(line)))
+                yield from (hit for hit in hits if hit[0] < end)
+            at += len(line) + 1
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import itertools
 import json
 import os
 import sys
@@ -101,26 +102,49 @@ def test_of_a_log_whose_lines_all_differ_no_shape_is_remembered() -> None:
         "".join(f"{letters(number)} came with {letters(7 * number)}\n" for number in range(20_000)).encode()
         + LOG.encode()
     )
-    records._quiet.cache_clear()
+    records._shapes.cache_clear()
     found = list(records._places_by_shape(data, NEEDLES, 0, len(data)))
-    assert found == list(records._places(data, NEEDLES, 0, len(data)))
+    assert found == records._places(data, NEEDLES, 0, len(data))
     assert found
-    assert not records._quiet(NEEDLES)
+    assert not records._shapes(NEEDLES)
     for number in range(5):  # as the needles change that are asked for
         list(records._places_by_shape(data, NEEDLES[number:], 0, len(data)))
-    assert records._quiet.cache_info().currsize == 2
-    assert records._table.cache_info().currsize <= 2
+    assert records._shapes.cache_info().currsize == 2
 
 
-def test_without_numpy_a_long_log_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "train.log"
-    filler = "".join(
-        f"step {number} loss 0.5 {needle.decode()}\n" for number, needle in enumerate(records.NEEDLES * 20)
-    )
-    path.write_text(filler + LOG)
-    fast = explain([str(path)]).to_json()
-    monkeypatch.setattr(records, "_numpy", lambda: None)
-    assert explain([str(path)]).to_json() == fast
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([*NEEDLES, b" ", b"\n", b"x", b"7", b"timed out\n", b"\xe5\x8f"]), max_size=60))
+def test_needles_are_found_by_the_words_of_a_block(pieces: list[bytes]) -> None:
+    data = b"".join(pieces)
+    found = sorted(hit for needle in NEEDLES for hit in records._finds(data, needle, 0, len(data)))
+    assert records._places(data, NEEDLES, 0, len(data)) == found
+
+
+_AROUND_HEADS = (
+    "[rank3]: ", "[rank3]:", "[E801 14:37:42.731 x.cpp:1]", " [E a.cc:3]", "h1:40:41 [0] NCCL INFO", "a:4:4 [1] x.cc:8 NCCL WARN", "]",
+    "[2025-01-01 10:00:00 TP0] ", "Traceback (most recent call last):", " ERROR:torch.x:", "step 7", ".", " ", "]["
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(_AROUND_HEADS), max_size=8).map("".join))
+def test_a_line_without_the_words_of_a_head_holds_one_record(text: str) -> None:
+    starts = [found.start() for found in records._HEAD.finditer(text) if found.start() > 0]
+    bounds = [0, *starts, len(text)]
+    cut = [piece for a, b in itertools.pairwise(bounds) if (piece := text[a:b]).strip()]
+    assert records.pieces(text) == (cut if starts else [text])
+
+
+@pytest.mark.parametrize("width", [5, 255, 256, 257, 3000])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_the_lines_behind_a_hit_are_whole_however_long_they_are(width: int, end: str) -> None:
+    rows = [f"INFO: {number}" + "é" * (width * (1 + number % 3)) for number in range(500)]
+    data = end.join(["Watchdog caught collective", *rows]).encode()
+    scanner = records.Scanner(records.Source(0, "train.log", "text", 0))
+    first = next(record for record in scanner.feed(data, final=True) if not record.context)
+    within = data[len("Watchdog caught collective") :][: records.FOLLOW_BYTES].decode(errors="replace").split(end)[1:]
+    for count in (1, 2, 6, 60, 400):
+        assert list(first.following(count)) == within[:count]
 
 
 def test_needles_by_the_million_do_not_take_memory(tmp_path: Path) -> None:
