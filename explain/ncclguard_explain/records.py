@@ -855,7 +855,6 @@ _HOST_BYTES = re.compile(
 )
 _ERROR_HEAD = re.compile(rb"\[rank(\d{1,6})\]:(?:\s?\[[EF][^\n]*)?$")
 _TASK = re.compile(rb"^\s*(\d{1,6}): \S", re.MULTILINE)
-_DIGIT_BYTES = re.compile(rb"\d+")
 
 
 #: Turns all that is no letter into blanks: in letters alone the words of a log are few.
@@ -1037,7 +1036,7 @@ class Scanner:
             number += buffer.count(b"\n", counted, start)
             counted = start
             stop = self._line_end(start)
-            shape = _DIGIT_BYTES.sub(b"", buffer[start : min(stop, start + 160)])
+            shape = buffer[start : min(stop, start + 160)].translate(None, _FIGURES)
             copies = self._shapes.get(shape, 0)
             if (copies >= SAME_SHAPE and not self._speaks_first(shape, start)) or (
                 copies == 0 and len(self._shapes) >= 100_000
