@@ -393,8 +393,8 @@ _OUTER = tuple(
         r"(?:\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? (?:\| )?)?[Rr]ank[ _=:\-]{1,3}(?P<said>\d{1,6}) \| +(?=\S)",  # loguru and others, in columns
     )
 )
-#: All of them at once; the first that fits counts.
-_ANY_OUTER = re.compile("|".join(f"(?:{pattern.pattern})" for pattern in _OUTER))
+#: All of them at once, without the names of their groups, which several may have.
+_ANY_OUTER = re.compile("|".join(re.sub(r"\(\?P<\w+>", "(?:", f"(?:{pattern.pattern})") for pattern in _OUTER))
 #: Where a record begins in the middle of a line.
 _HEAD = re.compile(
     r"\[rank\d{1,6}\]:(?=\s?\[[EWIF])|\[rank\d{1,6}\]: |"
@@ -529,9 +529,9 @@ def _split(raw: str) -> Prefix:
     basis = tag = host = place = container = ""
     partial = False
     for _ in range(8):
-        found = _ANY_OUTER.match(text)
-        if found is None:
+        if _ANY_OUTER.match(text) is None:
             break
+        found = next(found for pattern in _OUTER if (found := pattern.match(text)))
         said = found.groupdict()
         if said.get("task") is not None:
             rank, basis = int(said["task"]), "launcher"
