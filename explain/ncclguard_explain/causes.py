@@ -398,13 +398,14 @@ def _counting(evidence: Evidence) -> list[Fact]:
 def still_at_work(case: Case) -> Finding | None:
     """The awaited process worked on when the limit ran out: by its log it comes nearer to the end, step by step."""
     found = [fact for fact in _counting(case.evidence) if fact.rank is not None and fact.rank in case.verdict.culprits]
+    found = case.verdict.facts if case.verdict.rule == "unfinished" else found
     if not case.verdict.culprits and not case.waiting:  # a server, for the answer of which another program waited
         gave_up = case.evidence.of(Kind.ENGINE_WAIT) + [
             fact for fact in case.evidence.of(Kind.EXCEPTION) if "imeout" in fact.name or "imed out" in fact.detail
         ]
         clients = {fact.source for fact in gave_up}
         found = [f for f in _counting(case.evidence) if clients and f.source not in clients and f.after_symptom]
-    elif not case.absent:
+    elif not case.absent and case.verdict.rule != "unfinished":
         return None
     reason = tr("the awaited process was still at work when the limit ran out")
     return _first((found, "timeout_too_short", "medium", reason))

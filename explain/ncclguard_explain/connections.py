@@ -82,8 +82,17 @@ def by_port(evidence: Evidence, world: World) -> Verdict | None:
     hosts = {fact.host for fact in own}
     told = [fact for fact in fabric_errors(evidence) if fact.name == "ib" and fact.host not in hosts]
     ranks = {fact.rank for fact in own if fact.rank is not None}
+    if len(ranks) == 1 and not told:  # the one of its host whose card it is has its transfers fail, too
+        told = [fact for fact in fabric_errors(evidence) if fact.name == "ib" and fact.rank in ranks]
+        others = {fact.rank for fact in evidence.of(Kind.EXCEPTION, Kind.ASYNC_ERROR, Kind.WATCHDOG_EXCEPTION)} - {None}
+        told = told if others - ranks else []
     if len(hosts) != 1 or not told or not ranks or any(fact.rank is None for fact in own):
         return None
+    host = next(iter(hosts))
+    there = evidence.ranks.ranks_on(host, evidence.local_size)
+    ended = evidence.of(Kind.LAUNCHER, Kind.EXIT, Kind.ENDED_BY_LAUNCHER)
+    there |= {one.rank for one in ended if one.rank is not None and one.host == host and one.rank_basis == "launcher"}
+    ranks = there if 1 < len(ranks) and ranks < there else ranks  # the host's card, of which not all of its ranks tell
     reason = tr(
         "the port of {ranks} has lost its link, and other hosts get no answer from a peer", ranks=ranks_text(ranks)
     )
@@ -106,6 +115,16 @@ def by_clients(evidence: Evidence, world: World) -> Verdict | None:
             if not ended:
                 reason = tr("the containers of {ranks} have never started", ranks=ranks_text(ranks))
             return Verdict(tuple(sorted(ranks)), Cause.LOST, "medium", "clients", reason, [*ended, *pods, fact])
+        nodes = {
+            one.node
+            for one in evidence.of(Kind.LAUNCHER, Kind.EXIT)
+            if one.source == fact.source and one.line < fact.line and one.node is not None and (one.number or 0) > 0
+        }
+        local = evidence.local_size or 0
+        if nodes and evidence.nodes == size and len(nodes) == size - came and evidence.starts_ranks and local:
+            ranks = {node * local + at for node in nodes if node is not None for at in range(local)}
+            reason = tr("{ranks} ended before the others had met", ranks=ranks_text(ranks))
+            return Verdict(tuple(sorted(ranks)), Cause.LOST, "medium", "clients", reason, [fact])
         nameless = [note for note in evidence.of(Kind.NOTE, name="no_address") if note.rank is not None]
         connects = evidence.of(Kind.RENDEZVOUS, name="connect")
         gave_up = {one.rank for one in connects}

@@ -42,7 +42,7 @@ from ncclguard_explain.witnesses import (
 Rule = Callable[[Evidence, World], "Verdict | None"]
 
 RULES: tuple[Rule, ...] = (
-    by_guard, by_inquiry, by_traces, by_table, by_failure, by_section, by_heartbeats, by_lost_host, engines.by_tool, by_fingerprint, by_parameters, by_desync_report, by_barrier,
+    by_guard, by_inquiry, by_traces, by_table, by_failure, by_section, by_heartbeats, by_lost_host, engines.by_unfinished, engines.by_tool, by_fingerprint, by_parameters, by_desync_report, by_barrier,
     by_store_barrier, by_clients, by_watchdog, by_peer_closed, by_unreachable, by_port, by_ras, by_hccl, by_counters, by_store_key, by_analyser, by_stacks,
 )  # fmt: skip
 #: Weaker ones, which also say what the ranks differ in.

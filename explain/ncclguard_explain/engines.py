@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ncclguard_explain import places
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.evidence import Evidence, World
-from ncclguard_explain.facts import Fact, Kind, Verdict
+from ncclguard_explain.facts import EXPIRED, Fact, Kind, Verdict
 from ncclguard_explain.language import Message, joined, tr
 from ncclguard_explain.ranks import ranks_text
 
@@ -188,6 +188,28 @@ def _listed(evidence: Evidence, world: World) -> Verdict | None:
         several = name == "restarted" and len(named) > 1  # two jobs share the coordinator's port
         return _verdict(name, named, facts, "medium" if several or (name == "unhealthy" and not died) else "high")
     return None
+
+
+def by_unfinished(evidence: Evidence, world: World) -> Verdict | None:
+    """One rank alone has not compiled its kernels, of those that say that they do, when others run into their limit."""
+    waits = evidence.of(Kind.ENGINE_WAIT) + evidence.of(*EXPIRED)
+    waiting = {fact.rank for fact in waits + evidence.of(Kind.EXCEPTION)} - {None}
+    bars = [fact for fact in evidence.of(Kind.PROGRESS) if "DeepGEMM" in fact.detail and fact.rank is None]
+    behind: dict[int, Fact] = {}
+    for note in evidence.of(Kind.NOTE, name="compiles"):
+        own = [fact for fact in bars if fact.source == note.source and fact.line > note.line]
+        last = max(own, key=lambda fact: fact.line, default=None)
+        if note.rank is not None and last is not None and (last.number or 0) < 100:
+            behind[note.rank] = last
+    if not waits or len(behind) != 1 or behind.keys() & waiting or len(waiting) < 2:
+        return None
+    (rank,) = behind
+    reason = tr(
+        "{ranks} still compiled when the others gave up: {text}",
+        ranks=ranks_text(behind),
+        text=behind[rank].detail[:100],
+    )
+    return Verdict((rank,), Cause.LATE, "medium", "unfinished", reason, [behind[rank]])
 
 
 def _apart_from_first(evidence: Evidence, world: World) -> Verdict | None:
@@ -397,9 +419,14 @@ def _dead_actors(evidence: Evidence, world: World) -> Verdict | None:
         if fact.name in ("actor", "replica")
         and (fact.pid is None or fact.pid not in before)
         and not any(word in fact.detail for word in told_to_go)
+        and "error raised in its creation task" not in fact.text  # which may follow from others
     ]
     ranks = {fact.rank for fact in facts if fact.rank is not None}
     whole_nodes = all("node has died" in fact.detail + fact.text for fact in facts)
+    if ranks and whole_nodes:  # what else ran there
+        ranks |= {
+            rank for fact in facts if fact.where for rank in evidence.ranks.ranks_on(fact.where, evidence.local_size)
+        }
     if ranks and (world.size is None or (2 - whole_nodes) * len(ranks) < max(world.size, 3)):
         return _verdict("actor", ranks, facts, "medium")
     replicas = [fact.detail for fact in facts if fact.name == "replica"]

@@ -219,6 +219,7 @@ class Collector:
         self._columns: dict[tuple[int, str], list[tuple[int, list[int]]]] = {}  # last lines of one kind, their figures
         self._told_world = 0  # by a launcher or a program, and not by the size of a communicator
         self._quoted: set[int] = set()  # inputs that are no logs
+        self._ended: dict[int, set[int]] = {}  # input -> the ranks that a launcher's table tells
         self._looked = 0
 
     def read(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
@@ -389,6 +390,8 @@ class Collector:
             fact.rank, fact.rank_basis = None, ""
         if any(peer >= MAX_RANK for peer in fact.peers):
             fact.peers = tuple(peer for peer in fact.peers if peer < MAX_RANK)
+        if fact.kind is Kind.LAUNCHER and fact.rank is not None and fact.local_rank is not None:
+            self._ended.setdefault(fact.source, set()).add(fact.rank)
         if fact.kind is Kind.JOINED and fact.name == "init":
             evidence.local_size = max(fact.local_rank or 0, evidence.local_size or 0) or None
             evidence.nodes = max(fact.node or 0, evidence.nodes or 0) or None
@@ -463,6 +466,7 @@ class Collector:
         _mark_healed(evidence)
         _mark_ended_well(evidence)
         _mark_pruned(evidence)
+        _mark_told_to_end(evidence)
         _mark_traced_anew(evidence)
         _give_to_their_ranks(evidence)
         _give_to_who_crashed(evidence)
@@ -605,6 +609,8 @@ class Collector:
                 names[source.index] = next(iter(own))
             elif len(own) > 1:
                 names[source.index] = None  # a log of several ranks, whatever its name
+            elif (ended := self._ended.get(source.index)) and source.rank not in ended:
+                names[source.index] = None  # of a node, whose launcher tells of other ranks
             elif (of_file := evidence.ranks.of_file(source)) is not None:
                 names[source.index] = None if of_file < 0 else of_file
             elif source.rank_is_local and len(local.get(source.rank, ())) > 1:
@@ -748,6 +754,38 @@ def _is_of_a_stop(fact: Fact) -> bool:
     return fact.kind in _OF_A_STOP or (fact.kind in (Kind.LAUNCHER, Kind.EXIT) and fact.number in (-15, 143))
 
 
+#: Exceptions by which a process ends that is told to, beside those of a trial that is stopped.
+_OF_AN_END_TOLD = frozenset(["CancelledError", "KeyboardInterrupt", "GeneratorExit", "SystemExit", "SIGTERMException"])
+_BY_SIGNAL = re.compile(r"(?i:\bsignal(?:ed|led)?\b.{0,40}\b15\b)|SIGTERM|\bray\.kill\b")
+
+
+def _is_of_an_end_told(fact: Fact) -> bool:
+    name = fact.name.rsplit(".", 1)[-1]
+    if fact.kind is Kind.EXCEPTION:
+        return (
+            name in _OF_AN_END_TOLD
+            or _is_of_a_stop(fact)
+            or _BY_SIGNAL.search(f"{fact.detail} {fact.text}") is not None
+        )
+    if fact.kind is Kind.WORKER_DIED and _BY_SIGNAL.search(fact.text):
+        return True
+    return fact.kind in (Kind.ENGINE_END, Kind.STACK) or _is_of_a_stop(fact)
+
+
+def _mark_told_to_end(evidence: Evidence) -> None:
+    """Count as survived how processes end behind words on an end that was planned, if that is all there is.
+
+    A server that is replaced, or of which fewer are wanted, and a program that ends at its user's wish.
+    """
+    told: dict[int, int] = {}
+    for note in evidence.of(Kind.NOTE, name="planned end"):
+        told.setdefault(note.source, note.line)
+    accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.STACK}]
+    if told and all(_is_of_an_end_told(fact) and fact.line > told.get(fact.source, fact.line) for fact in accusing):
+        for fact in accusing:
+            fact.kind = Kind.RETRIED
+
+
 def _mark_pruned(evidence: Evidence) -> None:
     """Count as survived how the processes of a trial end that a tuner has stopped on purpose, if that is all."""
     told = evidence.of(Kind.NOTE, name="pruned")
@@ -776,7 +814,9 @@ def _mark_traced_anew(evidence: Evidence) -> None:
 def _mark_stepped_over(evidence: Evidence) -> None:
     """Count everything as survived where the job is seen to step on behind all that a log has against it."""
     accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.STACK}]
-    steps = [one for one in evidence.of(Kind.ALIVE) if one.after_symptom and one.name in ("train", "generate")]
+    steps = [
+        one for one in evidence.of(Kind.ALIVE, Kind.PROGRESS) if one.after_symptom and one.name in ("train", "generate")
+    ]
     sources = {fact.source for fact in steps}
     there = [fact for fact in accusing if fact.source in sources]
     if len({fact.source for fact in there}) != 1 or not _tell_all(there, accusing):
@@ -885,7 +925,7 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
             one.line
             for one in retries
             if one.source == fact.source and one.line >= fact.line
-            and (one.rank == fact.rank or (None in (one.rank, fact.rank) and one.line <= end + 4))
+            and (one.rank == fact.rank or "all ranks" in one.text or (None in (one.rank, fact.rank) and one.line <= end + 4))
         ]  # fmt: skip
         warned = fact.kind is Kind.NCCL_WARN
         steps = [one for one in after if one.kind is not Kind.PHASE and one.name in ("train", "serve")]
@@ -902,6 +942,7 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
             complete
             or flapped
             or _steps_on(fact, end, alive)
+            or (not fact.frames and _WARNED.match(fact.text) and after)
             or _advises(fact)
             and after
             or again
@@ -910,6 +951,10 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
             fact.kind = Kind.RETRIED
 
 
+#: A record of a logger below the level of an error: who prints it has caught what it tells of.
+_WARNED = re.compile(
+    r"(?:[^a-z\n]{0,60}|\S+ )(?<![A-Za-z])(?:WARN(?:ING)?|INFO|DEBUG|NOTICE)\b(?!.{0,40}\b(?:ERROR|CRITICAL|FATAL)\b)"
+)
 _CLOCK = re.compile(r"(?<![\d:])\d{1,2}:\d\d(?::\d\d)?(?!\d)")
 
 
@@ -971,6 +1016,8 @@ def _steps_on(fact: Fact, end: int, alive: list[Fact]) -> bool:
     is that of time, and not that the logs of ranks stand one behind the other.
     """
     steps = [one for one in alive if one.kind is Kind.ALIVE and one.source == fact.source and one.number is not None]
+    bars = [one for one in alive if one.kind is Kind.PROGRESS and one.source == fact.source and one.name == "train"]
+    steps = steps or [one for one in bars if one.number is not None and one.rank in (None, 0)]
     before = [one.number or 0 for one in steps if one.line < fact.line]
     numbers = [one.number or 0 for one in steps if one.line > end and (one.when or _YEAR) >= (fact.when or 0)]
     timed = fact.when is not None and all(one.when is not None for one in steps)

@@ -104,9 +104,9 @@ def own_exceptions(evidence: Evidence) -> list[Fact]:
     waited = {fact.rank for fact in evidence.facts if fact.kind in WAITING and fact.rank is not None}
     waited |= {f.rank for f in evidence.of(Kind.FINGERPRINT) if f.name != "absent" and f.rank is not None}
     quoted = {(f.source, f.name, f.detail) for f in evidence.of(Kind.EXCEPTION) if f.rank_basis == "text"}
-    expired: dict[int, int] = {}
+    expired: dict[int, Fact] = {}
     for fact in evidence.of(*EXPIRED):
-        expired.setdefault(fact.source, fact.line)
+        expired.setdefault(fact.source, fact)
     trapped = _experts_waited(evidence)
     later: dict[tuple[int, int | None], list[Fact]] = {}
     for fact in evidence.of(Kind.RETRIED, Kind.ALIVE):
@@ -121,11 +121,21 @@ def own_exceptions(evidence: Evidence) -> list[Fact]:
         and (fact.rank_basis == "text" or (fact.source, fact.name, fact.detail) not in quoted)  # of another rank
         and not (fact.place and places.is_parent(fact.place) and ("", fact.pid) not in evidence.ranks.processes)
         and fact.rank not in waited
-        and fact.line <= expired.get(fact.source, fact.line)  # after the limit it cannot be why the peers waited
+        and not _is_behind(fact, expired.get(fact.source, fact))  # after the limit it cannot be why the peers waited
         and (fact.name != "RuntimeError" or fact.detail)  # without a text it proves nothing
         and not (fact.name == "RuntimeError" and _is_cut(evidence, fact))  # the rest may explain it
         and not ((fact.rank is not None or not ended) and _went_on(fact, later.get((fact.source, fact.rank), ())))
     ]
+
+
+#: Seconds by which the clocks of hosts may be apart.
+_CLOCKS = 30.0
+
+
+def _is_behind(fact: Fact, limit: Fact) -> bool:
+    """Return whether something came after a limit, by the lines of the log, which may be of several hosts in a row."""
+    earlier = None not in (fact.when, limit.when) and (fact.when or 0.0) + _CLOCKS < (limit.when or 0.0)
+    return fact.line > limit.line and not earlier
 
 
 def _is_cut(evidence: Evidence, fact: Fact) -> bool:
@@ -516,7 +526,8 @@ def _of_who_ended_first(evidence: Evidence, world: World, raised: list[Fact], fi
     table = {fact.rank: fact.number for fact in others if fact.rank is not None}
     if len(table) > 1 == len(set(table.values())) and len(raised) == 1 and not named_ranks(raised):
         (fact,) = raised
-        if fact.frames and fact.repeated == 2 * len(table):  # a traceback of each of them, read by two rows
+        rows = 1 if _OF_DEVICE.search(fact.detail) else 2  # what CUDA says at its end has a row of its own
+        if fact.frames and fact.repeated == rows * len(table):  # a traceback of each of them, read by two rows
             return [fact.clone(rank=rank, rank_basis="launcher") for rank in sorted(table)]
     several = len({fact.rank for fact in others} - first.keys()) > 0 and (
         len([fact for fact in raised if fact.frames]) > 1 or any(fact.repeated > 2 for fact in raised)

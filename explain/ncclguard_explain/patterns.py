@@ -327,9 +327,11 @@ def _joined(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
     return fact
 
 
-def _ray_node(found: re.Match[str], text: str, fact: Fact) -> Fact:
+def _ray_node(found: re.Match[str], text: str, fact: Fact) -> Fact | None:
     """A node that was told to go is no broken one."""
-    told = "preempted" in text or "terminated expectedly" in text
+    if re.search(r"expected termination: ?idle", text):
+        return None
+    told = "preempted" in text or "terminated expectedly" in text or "expected termination" in text
     return fact.clone(name="PREEMPTION") if told else fact
 
 
@@ -537,7 +539,7 @@ ROWS: tuple[Row, ...] = (
         r"timed out after (?:(?P<ms>\d+) ?ms|(?P<seconds>\d+) ?s(?:econds)?) while trying to connect(?: to)?(?: \(?(?P<detail>[^)\n]*)\)?)?", "trying to connect",
         (("DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500).", {"seconds": 60.0}),
          ("TimeoutError: The client socket has timed out after 900s while trying to connect to (10.0.0.1, 29500).", {"seconds": 900.0})), fields={"name": "connect"}),
-    Row(Kind.NOTE, "torch/csrc/distributed/c10d/socket.cpp, 1.11 to 2.15", r"The IPv4 network addresses of \((?P<detail>[^,)\s]+), \d+\) cannot be retrieved", "cannot be retrieved",
+    Row(Kind.NOTE, "torch/csrc/distributed/c10d/socket.cpp, 1.11 to 2.15", r"The IPv[46] network addresses of \((?P<detail>[^,)\s]+), \d+\) cannot be retrieved", "cannot be retrieved",
         (("[W socket.cpp:601] [c10d] The IPv4 network addresses of (node0, 29500) cannot be retrieved (gai error: -2 - Name or service not known).", {"name": "no_address", "detail": "node0"}),), fields={"name": "no_address"}),
     Row(Kind.RENDEZVOUS, "torch/csrc/distributed/c10d/socket.cpp, 1.11 to 2.15", r"failed to connect to any network address(?: of)?(?: \(?(?P<detail>[^)\n]*)\)?)?", "network address",
         (("[W socket.cpp:601] [c10d] The client socket has failed to connect to any network address of (node0, 29500). Will retry.", {}),), fields={"name": "address"}),
@@ -1014,6 +1016,23 @@ ROWS: tuple[Row, ...] = (
     # Thrown by none: the interpreter ends threads that ask for its lock while it is gone, below C++ frames.
     Row(Kind.NOTE, "training loops whose loader has no more batches on a rank", r"\b[Rr]ank ?(?P<rank>\d+)\b[^|]{0,40}?\b(?:StopIteration|(?:ran|is) out of (?:data|batches|samples))\b.{0,20}?\bafter (?P<number>\d+)\b", "StopIteration|out of data|out of batches|out of samples",
         (("loop: rank 14: StopIteration after 148 batches, leaving epoch", {"rank": 14, "number": 148, "name": "no_more"}), ("[rank 3] ran out of data after 77 steps", {"rank": 3})), ("rank 2: StopIteration",), fields={"name": "no_more"}),
+    Row(Kind.NOTE, "people who say that a job stands still", r"(?i)^(?:\[[\d:apm ]+\] ?)?(?:\w+: )?(?!.*(?:\berror:|watchdog|time(?:d )?out\b|[{}|=]|\[rank))(?=(?:\S{1,30}\s){5})[^\[:]*\b(?:hangs?|hung|hanging|stuck|froze|frozen)\b[^\[]*$", " hang| hung| stuck| froze",
+        (("[10:02] dora: the 4 gpu run froze again at the end of epoch 0, no error at all", {"name": "stands still"}), ("anyone seen slime hang right after rollout? no error at all for 40 min", {})),
+        ("[rank0] WARNING: step 3 seems to be stuck: rank 3 is slow", "it is stuck"), fields={"name": "stands still", "rank": None, "rank_basis": ""}),
+    Row(Kind.RENDEZVOUS, "Open MPI orte, PRRTE, 1.8 to 5.0: a node's daemon has not come up", r"An? (?:ORTE|PRTE) daemon has unexpectedly failed after launch", "daemon has unex",
+        (("An ORTE daemon has unexpectedly failed after launch and before", {"name": "connect"}),), fields={"name": "connect", "rank": None, "rank_basis": ""}),
+    Row(Kind.EXCEPTION, "TensorRT-LLM cpp/tensorrt_llm/executor, 0.9 to 1.2", r"Failed to load executor: (?:\[TensorRT-LLM\]\[ERROR\] )?(?P<detail>.+)", "Failed to load ex",
+        (("[TensorRT-LLM][ERROR] Failed to load executor: [TensorRT-LLM][ERROR] Assertion failed: Error opening engine file: /e/rank3.engine", {"name": "LoadError", "detail": "Assertion failed: Error opening engine file: /e/rank3.engine"}),), fields={"name": "LoadError"}),
+    Row(Kind.NOTE, "SGLang srt/layers/quantization/deep_gemm_wrapper, 0.4 to 0.5: kernels that a rank compiles, which takes minutes", r"DeepGEMM JIT (?:code generation|Pre-?Compile|Compiling)", "DeepGEMM JIT",
+        (("[2026-04-17 21:06:02 DP8 TP8 EP8] DeepGEMM JIT code generation <gemm_fp8>: M=8192", {"name": "compiles"}),), fields={"name": "compiles"}),
+    Row(Kind.NOTE, "servers and those who run them, of an end that is planned: Kubernetes, Ray Serve, text-generation-inference, and others",
+        r"(?i)^(?!.*\b(?:(?:loss|lr|grad\w*|rope) scaling|preempt\w*|spot|evict\w*|oom\w*|memory|fail\w*|unhealthy|dead|lost|errors?|timeout|watchdog|xid|ecc|time limit|nodes?)\b).*?(?:\bscal(?:e|ed|ing)[\s-]?(?:down|in)\b|\bdown-?scal(?:e|ed|ing)\b|\bscal(?:ed|ing) .{0,80}\bfrom (?P<enqueued>\d+) (?:replicas? )?to (?P<completed>\d+)\b|"
+        r"\brolling (?:update|upgrade|restart)\b|\brollout (?:status|restart)\b|\bsuccessfully rolled out\b|\bdrain(?:ing|ed)\b|\bgraceful(?:ly)? (?:shut|stop|terminat|exit)\w*|\b(?:shutting|shut) ?down gracefully\b|\bplanned (?:maintenance|shutdown|restart)\b)",
+        "scaling |Scaling |caled down|ownscaling|rolling u|rolling r|rolled out|ollout status|ollout restart|drained|draining|Draining|raceful|lanned ",
+        (("2025-09-01T13:01:09.07Z  INFO text_generation_launcher: received SIGTERM (rolling update a -> b), shutting down gracefully", {"name": "planned end"}),
+         ("INFO controller 101 -- Downscaling Deployment 'llm' from 3 to 1 replicas", {}), ("hpa: scaling deployment chat from 4 to 2 replicas", {})),
+        ("hpa: scaling deployment chat from 2 to 4 replicas", "slurmctld: draining node gpu-3", "spot instance drained, preempted"), fields={"name": "planned end", "rank": None, "rank_basis": ""},
+        more=lambda found, text, fact: None if fact.enqueued is not None and (fact.completed or 0) >= fact.enqueued else fact.clone(enqueued=None, completed=None)),
     Row(Kind.NOTE, "Kubernetes: a pod that a quota forbids", r"\bpods? \\?\"(?P<host>[\w.\-]+)\\?\" is forbidden: (?P<detail>exceeded quota: .{0,120})", "exceeded quota",
         (('Error creating: pods "sft-worker-2" is forbidden: exceeded quota: gpu-quota, requested: requests.nvidia.com/gpu=8', {"name": "not started", "host": "sft-worker-2"}),), fields={"name": "not started", "rank": None, "rank_basis": ""}),
     Row(Kind.NOTE, "gcloud compute operations list", r"^compute\.instances\.hostError\b", "instances.hostError",
@@ -1066,7 +1085,7 @@ ROWS: tuple[Row, ...] = (
         (("ERROR 05-30 18:44:02 [serving_chat.py:197] ValueError: This model's maximum context length is 8192 tokens.", {}),)),
     Row(Kind.RETRIED, "MosaicML Composer composer/trainer/trainer.py, 0.10 to 0.32: a microbatch that is found by trying", r"\bmicrobatch size \d+ raised: CUDA out of memory.*|CUDA out of memory detected\. \w+ microbatch size will be decreased", "microbatch size",
         (("composer.trainer.trainer: CUDA out of memory detected. Train microbatch size will be decreased from 32 -> 16.", {}),)),
-    Row(Kind.RETRIED, "trainers", r"\b(?:[Rr]etrying\b|[Rr]etry \d|[Rr]etry with\b|will be retried|entering retry loop|Using batch[- ]size \d)|\(caught\b|\bHandling \w+ error \(.*\)\. Ignoring|(?:rror|imeout|imed out|ailed)\b.{0,120}?\battempt (?P<nth>\d+)/(?!(?P=nth)\b)\d+|\battempt (?P<next>\d+)/(?:(?!(?P=next)\b)\d+|∞|inf(?:inite|inity)?|unlimited): .{0,40}?(?:rror|imeout|imed out|ailed)\b|\bcaught[,:] (?=.*(?:[Rr]etr|[Ss]kip|[Cc]ontinu|[Ii]gnor|memory))|Decreasing batch size to", "etry|retried|(caught|Handling |attempt |caught|Decreasing batch|Using batch",
+    Row(Kind.RETRIED, "trainers", r"\b(?:[Rr]etrying\b|[Rr]etry \d|[Rr]etry with\b|will be retried|entering retry loop|Using batch[- ]size \d)|\(caught\b|\b(?:[Ff]alling|[Ff]ell) back (?:to|on)\b|\b[Ss]kipping (?:(?:this|the|a|bad|corrupt\w*|broken) )?(?:batch|sample|step|iteration|file|shard|record|example|update|image)|\b[Cc]ontinuing (?:without|with|anyway|training|from)\b|\bHandling \w+ error \(.*\)\. Ignoring|(?:rror|imeout|imed out|ailed)\b.{0,120}?\battempt (?P<nth>\d+)/(?!(?P=nth)\b)\d+|\battempt (?P<next>\d+)/(?:(?!(?P=next)\b)\d+|∞|inf(?:inite|inity)?|unlimited): .{0,40}?(?:rror|imeout|imed out|ailed)\b|\bcaught[,:] (?=.*(?:[Rr]etr|[Ss]kip|[Cc]ontinu|[Ii]gnor|memory))|Decreasing batch size to", "etry|retried|alling back |fell back |kipping |ontinuing |(caught|Handling |attempt |caught|Decreasing batch|Using batch",
         (("[rank2]: retrying the batch after ValueError", {"rank": 2}), ("wandb: Network error (ConnectionError), entering retry loop.", {}), ("AutoBatch: Using batch-size 80 for CUDA:0 23.91G/39.39G (61%)", {}), ('WARNING:root:Handling webdataset error (UnidentifiedImageError("x")). Ignoring.', {}),
          ("WARNING - shards - s3://b/shard-17.tar: ReadTimeoutError on endpoint URL, attempt 3/10", {}), ("WARNING reader: s3://b/shard-17 attempt 9/∞: ClientError: An error occurred (503)", {})), ("reader: attempt 3/3: ClientError: gone", "exceeded error retry count after 35 attempts",)),
     Row(Kind.NOTE, "CPython Modules/faulthandler.c (dump_traceback_later), 3.8 to 3.14", r"(?:^|\]:)Timeout \((?P<delta>\d+:\d\d:\d\d)\S*\)!", "imeout",
@@ -1083,7 +1102,7 @@ ROWS: tuple[Row, ...] = (
          ("Timed out waiting in barrier /sync", {}), ("Barrier 5 of 'train_sync' has timed out (600s)", {"seconds": 600.0})),
         ("barrier timeout: 600 s", "barrier passed, no timeout", "store based barrier timed out"), fields={"name": "barrier"}),
     # --- exceptions of Python, of whatever kind; last, so that what is known of them stands above  ---
-    Row(Kind.EXCEPTION, "CPython", r"(?<![\w./])(?!LustreError|LNetError|java\.(?:util\.concurrent|net)\.)(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|OutOfMemory)|SystemExit))(?:: (?P<detail>.+)|:?$)", "r",
+    Row(Kind.EXCEPTION, "CPython", r"(?<![\w./])(?!LustreError|LNetError|java\.(?:util\.concurrent|net)\.)(?P<name>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|OutOfMemory)|[A-Z]+Error_\w+|SystemExit))(?:: (?P<detail>.+)|:?$)", "r",
         (("[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", {"rank": 2, "name": "OutOfMemoryError"}), ("ValueError: bad sample 17", {"name": "ValueError"})),
         ("the words Error handling",), more=_exception),
     Row(Kind.EXCEPTION, "c10/cuda/CUDACachingAllocator.cpp, 1.0 to 2.15, without the exception's name", r"(?P<detail>CUDA out of memory\. .*)", "ut of memory",

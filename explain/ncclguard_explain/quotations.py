@@ -24,14 +24,31 @@ _SPEAKER = re.compile(
     rb"([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\]?:?\r?$"
     rb"|\[([01]?\d|2[0-3]):([0-5]\d)(?: ?[AaPp][Mm])?\] (?!INFO|WARN|ERROR|DEBUG)@?([A-Za-z][A-Za-z.\- ]{1,30}?)(?:: | {2,}(?=\S)))"
 )
+#: The same without a time, before what somebody says in words.
+_SAYS = re.compile(rb"(?m)^@?([A-Za-z][a-z.\-]{1,14}): (?=(?:\S+ ){2})(?!\[|\d|error|warning|info)[^\n]*$")
 #: The title of a page that quotes what one may see, and any heading.
 _TITLE = re.compile(
     rb"\s*(?:---\n(?:[\w\-]+:.*\n)+---\s+)?(?:#{1,3} |(?=[^\n]{3,80}\n[=\-]{3,}\s*\n))(?:[A-Za-z\-]+ ){0,3}?"
     rb"(?i:troubleshooting|FAQ|frequently asked questions|runbook|playbook|known (?:issues|errors)|release notes|changelog|"
     rb"common (?:errors|problems))(?![^\s:])(?:[A-Za-z ,:&/\-]|v?\d{1,2}\b(?!-)){0,60}(?:\([^)\n]{0,40}\))?[ ]*\n"
 )
+#: Words of people on what is over, on a job that is well, and on one that is not.
+_OVER = re.compile(
+    rb"(?i)\b(?:last|previous) (?:week|month|quarter|year)\b|\bold (?:logs?|runs?|incidents?|jobs?|tickets?|issues?|threads?)\b|\bpost-?mortem\b|\barchived?\b|"
+    rb"\bsince (?:then|fixed)\b|\bnot (?:been )?seen (?:again )?since\b|\bclosing (?:the|this|it)\b|\b(?:ticket|issue|incident|case)\b[^\n]{0,40}\b(?:closed|resolved|fixed)\b"
+)
+_WELL = re.compile(
+    rb"(?i)\b(?:run|runs|job|training|ranks?|nodes?|gpus?|replicas|everything|all|still|yes|it)\b[^\n?]{0,60}\b(?:green|healthy|fine)\b|\b(?:0|no) (?:restarts|pages|alerts)\b"
+)
+_UNWELL = re.compile(
+    rb"(?i)\b(?:stuck|hung|hangs?|hanging|crash(?:ed|es|ing)?|died|dies|down|fail(?:s|ed|ing)?) (?:again|now|right now|here|this morning|tonight)\b|"
+    rb"\bany ideas?\b|\b(?:please|pls|need|can \w+|could \w+|any) help\b|\bhelp\?|\bwhat (?:should|do|can) (?:i|we) do\b|\bjust (?:died|crashed|hung|failed)\b"
+)
+#: A ticket that is closed, by its head.
+_CLOSED = re.compile(rb"(?i)\b(?:status|state|resolution)[ \t]*[:=][ \t]*(?:done|closed|resolved|fixed)\b")
 #: What somebody cites of others in a chat.
 _CITED = re.compile(rb"(?m)^(?:\[[\d: ]{4,12}\] [^\n>]{2,40})?> [^\n]*$")
+_ASIDE = re.compile(rb"(?m)^[ \t]{2,}[^\n]*$|\"[^\"\n]*\"")
 #: A search engine's count, what it shows of where a page is, and lines of a program that works.
 _RESULTS = re.compile(rb"(?i)\b(?:about |of )?[\d,.]+ results\b")
 _PAGES = re.compile(rb"(?m)^\s*(?:https?://)?(?:[\w\-]+\.)+[a-z]{2,}(?: \xe2\x80\xba \S+)+\s*$|^\s*https?://\S+\s*$")
@@ -49,8 +66,16 @@ _PASSED = re.compile(
     rb"\nRan \d+ tests? in [\d.]+s\r?\n\s*OK(?: \((?:skipped|expected failures)=[^)\n]*\))?\s*\Z|"
     rb"\n\[  PASSED  \] \d+ tests?\.(?![\s\S]*\[  FAILED  \])"
 )
-#: A list under a heading of Markdown, and nothing else: release notes, a plan.
-_LIST = re.compile(rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?")
+#: A list under a heading of Markdown, and nothing else: release notes, a plan; one of things to do; and of commits.
+_LIST = re.compile(
+    rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?|(?:[*+\-] \[[ xX]\] .*(?:\r?\n(?:[ \t].*)?|$))+|"
+    rb"(?:[0-9a-f]{7,40} (?![0-9a-f]{2} ).*(?:\r?\n|$))+"
+)
+#: Names of documents that quote messages; a text of any name may be a log where its end does not say what it is.
+_NAMED = re.compile(
+    r"(?:.*/)?(?:[\w\-]*[_\-.])?(?i:readme|runbook|playbook|troubleshoot(?:ing)?|faq|known[_\-]?(?:issues|errors)|how-?to|handbook|change-?log|release[_\-]?notes|"
+    r"cheat[_\-]?sheet|post-?mortem)(?:[_\-][\w\-]*)?\.(?i:md|rst|adoc|html?)"
+)
 
 
 def _is_conversation(data: bytes) -> bool:
@@ -59,16 +84,33 @@ def _is_conversation(data: bytes) -> bool:
         (found[1] or found[6], int(found[2] or found[4]), int(found[3] or found[5]))
         for found in _SPEAKER.finditer(data)
     ]
+    said = said or [(found[1], 0, 0) for found in _SAYS.finditer(data)]
     names = {name for name, _, _ in said}
+    over = _is_over(data)
     times = [(hour + 12 * (hour < said[0][1]), minute) for _, hour, minute in said]  # it may become one o'clock
     return (
         len(said) > 3
+        and (over or any(hour or minute for _, hour, minute in said))
         and 1 < len(names) < len(said)
         and times == sorted(times)
         and data.count(b"\n") < 10 * len(said)
-        and (b"\n> " in data or b"`" in data)
-        and _PRINTS.search(_CITED.sub(b"", data) if _goes_on(data) else data) is None
+        and (_CITED.search(data) is not None or b"`" in data or over)
+        and _PRINTS.search(
+            _ASIDE.sub(b"", _CITED.sub(b"", data)) if over else _CITED.sub(b"", data) if _goes_on(data) else data
+        )
+        is None
     )
+
+
+def _is_over(data: bytes) -> bool:
+    """Return whether people speak of what is over, beside a job that is well, and of none that is not."""
+    return _OVER.search(data) is not None and _WELL.search(data) is not None and _UNWELL.search(data) is None
+
+
+def _is_closed(data: bytes) -> bool:
+    """Return whether an input is a ticket that is closed, and no program or launcher prints in it."""
+    over = _CLOSED.search(data[:400]) is not None and _OVER.search(data) is not None
+    return over and _UNWELL.search(data) is None and _LAUNCHES.search(data) is None and _PROGRAM.search(data) is None
 
 
 def _goes_on(data: bytes) -> bool:
@@ -131,13 +173,13 @@ def what_it_is(name: str, data: bytes) -> Message | None:
         return tr("{name}: a program, and no log", name=name)
     if name.endswith((".po", ".pot")):
         return tr("{name}: a catalogue of translations, and no log", name=name)
-    if _is_page(data) or _is_explanation(data) or _is_search(data):
+    if _NAMED.fullmatch(name) or _is_page(data) or _is_explanation(data) or _is_search(data):
         return tr("{name}: a page about errors, and no log", name=name)
     if _is_conversation(data):
         return tr("{name}: people quote messages in it: give the log that they speak of", name=name)
     if _are_tests(data):
         return tr("{name}: tests, which have passed", name=name)
-    return tr("{name}: a document, and no log", name=name) if _is_list(data) else None
+    return tr("{name}: a document, and no log", name=name) if _is_list(data) or _is_closed(data) else None
 
 
 # --- what a command prints ---
@@ -185,7 +227,7 @@ def is_printed(before: Sequence[str], following: Following) -> bool:
 #: Who asks and who answers, in front of what is said or above it, and what ends a message of a model.
 _TURN = re.compile(
     r"\W{0,40}(?:<\|(?:im_start|start_header_id)\|>|[Rr]ole['\"]?: ?['\"]?)?(?i:(?P<asks>user|human|(?:system )?prompt|question|instruction|query|q)|"
-    r"(?P<answers>assistant|completion|answer|response|reply|generated(?: text)?|generation|prediction|reference|chosen|rejected|a))"
+    r"(?P<answers>assistant|completion|answer|response|reply|generated(?: text)?|generation|prediction|reference|chosen|rejected|model|gold|target|label|a))"
     r"(?: ?#?\d+)?(?: ?\([^)]{0,40}\))?(?:\s*$| ?:|<\|| ?[\])}>=\-*#]{1,40}\s*$)"
 )
 _ENDS_MESSAGE = re.compile(r"\s*(?:<\|(?:im_end|eot_id|end)\|>|</s>|\[/INST\])")
@@ -281,11 +323,15 @@ _FOUND = re.compile(
     rf"[~.]?/?(?:[\w.\-]+/)*{_ELSEWHERE}[\w./\-]*[:\-]\d+[:\-]|"
     r"[\w./\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|tex|ipynb)[:\-]\d+[:\-]"
 )
+#: The same where the name of the file stands above its lines.
+_NUMBERED = re.compile(r"\d+[:\-]")
+_CHAINED = re.compile(r" ?(?:&&|;) ?")
+_FILE = re.compile(r"[\w./~\-]+\.(?:py|pyi|c|cc|cpp|cu|cuh|h|hpp|go|rs|java|js|ts|md|rst|adoc|tex|ipynb)\s*$")
 _COMMAND = re.compile(r"[^\n]{0,80}?[$#%>] (\S[^\n]*)")
 _SEARCHES = re.compile(rf"(?:cd \S+ && )?(?:{_SEARCH})\b")
 #: A check of a health test that has passed, by the name of what it looks for.
 _PASSES = re.compile(
-    r"(?!.*(?:\[rank\d|\[[EWF]\d{3,4} ))[^\n]*(?:['\"].*\b(?:hits|matches)=0\b|\sPASS(?:ED)?(?: \([^)\n]*\))?\s*$)"
+    r"(?!.*(?:\[rank\d|\[[EWF]\d{3,4} ))[^\n]*(?:['\"].*\b(?:hits|matches)=0\b|\sPASS(?:ED)?(?: \([^)\n]*\))?\s*$|\s0\s+['\"].*['\"]\s*$)"
 )
 #: What a model was given or has written, as trainers, evaluations and servers print it.
 _OF_A_MODEL = re.compile(
@@ -303,7 +349,7 @@ _CELLS = re.compile(r"\s*\|.*\|\s*$")
 _RULE = re.compile(r"(?m)^\s*\|(?:\s*:?-{3,}:?\s*\|)+\s*$")
 #: What stands in backticks, and what somebody says that one will see.
 _QUOTED = re.compile(
-    r"`[^`]{12,}`|(?i:\b(?:you|we|users?|they)\b (?:\w+ ){0,3}?(?:see|get|find|read)s? (?:\w+ ){0,4})[\"“][^\"”]{12,}[\"”]"
+    r"`[^`]{12,}`|(?i:\b(?:message|error|line|warning|text|string|phrase)s?) [\"“][^\"”]{12,}[\"”](?= (?i:means?|indicates?|says?|appears?|comes?|usually|typically|is (?:printed|logged|raised|shown))\b)|(?i:\b(?:you|we|users?|they)\b (?:\w+ ){0,3}?(?:see|get|find|read)s? (?:\w+ ){0,4})[\"“][^\"”]{12,}[\"”]"
 )
 
 
@@ -322,23 +368,31 @@ def is_of_rules(text: str) -> bool:
     return _OF_RULES.match(text) is not None
 
 
-def may_be_found(rows: Sequence[str]) -> bool:
-    """Return whether a search may have printed one of these lines."""
-    return any(map(_FOUND.match, rows))
+def may_be_found(before: bytes) -> bool:
+    """Return whether a search may have printed the last one of these lines."""
+    return b"grep " in before or b"rg " in before or b"ack " in before or b"ag " in before
 
 
 def are_found(rows: Sequence[str]) -> bool:
-    """Return whether the last lines are what a search has found: nothing else stands between them and its command."""
-    for row in reversed(rows):
-        if row and row != "--" and _FOUND.match(row) is None:
-            command = _COMMAND.match(row)
-            return command is not None and _SEARCHES.match(command[1]) is not None
+    """Return whether a search has found the last lines: mostly such lines stand between them and its command."""
+    found = numbered = headed = 0
+    for at in range(len(rows) - 1, -1, -1):
+        row = rows[at]
+        found += _FOUND.match(row) is not None
+        numbered += _NUMBERED.match(row) is not None
+        headed += _FILE.fullmatch(row) is not None  # the name of a file above lines that have their numbers alone
+        command = _COMMAND.match(row) if not (_FOUND.match(row) or _NUMBERED.match(row)) else None
+        if command is not None:
+            last = _CHAINED.split(command[1])[-1]
+            named = headed or _FILE.search(last.partition(" | ")[0]) is not None
+            found += headed + (numbered if named else 0)
+            return _SEARCHES.match(last) is not None and found > 0 and 4 * found >= len(rows) - at - 1
     return False
 
 
 def passes(row: str) -> bool:
     """Return whether a line is a check that has passed."""
-    return ("=0" in row or "PASS" in row) and len(row) < 1000 and _PASSES.match(row) is not None
+    return ("=0" in row or "PASS" in row or " 0 " in row) and len(row) < 1000 and _PASSES.match(row) is not None
 
 
 def without_talk(text: str) -> str:

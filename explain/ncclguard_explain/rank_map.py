@@ -27,7 +27,7 @@ MOST = 100_000
 # The rank of the speaker, as Lightning, Megatron, Ray Train, Slurm, vLLM and JAX programs print it; not of a peer.
 _OWN_RANK = re.compile(
     r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
-    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |^Process index: |\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
+    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |^Process index: | - rank\[(?=\d+\] - )|\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
     r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\bRank (?=\d+: Completed store-based barrier)|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 # In front of a program's own lines; in lower case it is vLLM's, of a group.
@@ -51,6 +51,14 @@ _LISTED = re.compile(r"(?<![\w.\-/])(?:pod/)?([a-z0-9][a-z0-9.\-]*\d\w*) +\d+/\d
 # "gpu-17: ranks 8-15", as launchers and people write it; "NODE_RANK: 2" in `kubectl describe` of a pod
 _RANGES = re.compile(
     r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:(?i:node[_ ]rank)[ =:]+(?P<node>\d+),? (?:-> )?)?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
+)
+#: "10.4.0.11 ranks 0-7", "trt-b slots=8 (ranks 8-15)", "rank 4-7 ip-10-0-2-44", "ranks 8-15: gpu-b".
+_HOST_NAME = r"((?:[A-Za-z][\w.\-]*\d[\w\-]*|\d{1,3}(?:\.\d{1,3}){3})(?<![.\-]))"
+_HAS_RANGE = re.compile(
+    rf"(?<![\w.\-/:])(?:\w+=)?{_HOST_NAME}(?: slots=\d+)?(?::? | ?[=\-]> ?|: ?)(?:\((?:global )?ranks? (\d{{1,6}})-(\d{{1,6}})\)|(?:global )?ranks? (\d{{1,6}})-(\d{{1,6}})\b)"
+)
+_RANGE_HAS = re.compile(
+    rf"\b[Rr]anks? (\d{{1,6}})-(\d{{1,6}})(?: ?: ?| ?[=\-]> ?| @ ?| )(?!in\b|of\b){_HOST_NAME}(?![\w.:/])"
 )
 _LISTED_ON = re.compile(
     r"(?<![\w.\-])([A-Za-z][\w.\-]*\d\w*)(?:: | ?[=\-]> )(?:global )?ranks (\d{1,6}(?:, ?\d{1,6})+)\b"
@@ -109,7 +117,9 @@ _HOST_OF_RANK = re.compile(
 )
 _TASK_ON = re.compile(r"\b(?:task|rank|process) (\d{1,6}) on (?:node |host )?([A-Za-z][\w.\-]*\d(?:[\w.\-]*\w)?)")
 #: What a task of srun says of itself: "rank 12/16 on gpu-3", behind the number that srun gives it.
-_OF_TASK = re.compile(r"[Rr]ank +(\d{1,6})/\d{1,6} on (?:node |host )?([A-Za-z][\w.\-]*\d(?:[\w.\-]*\w)?)\b")
+_OF_TASK = re.compile(
+    r"(?:hvd |horovod |global )?[Rr]ank +(\d{1,6})/\d{1,6} (?:local(?:[_ ]rank)? \d+ )?on (?:node |host )?([A-Za-z][\w.\-]*\d(?:[\w.\-]*\w)?)\b"
+)
 _OF_NCCL = re.compile(r"([A-Za-z][\w.\-]*):(\d+):\d+ \[\d+\] (?:\S+ )?NCCL ")  # behind a task's number
 # SGLang (python/sglang/srt/utils/common.py, 0.4 to 0.5)
 _DUMPED = re.compile(r"(?:\[[^\]]*?((?: (?:DP|PP|TP|EP)\d+)+)\] )?[Pp]yspy dump for PID (\d+)")
@@ -295,7 +305,8 @@ class RankMap:
             self.hosts.setdefault(where, set()).add(rank)
         if rank is not None and (task := _TASK_ON.search(text)) and int(task[1]) == rank:
             self.hosts.setdefault(task[2], set()).add(rank)
-        if prefix.basis == "task" and (task := _OF_TASK.match(text)) and int(task[1]) == prefix.node:
+        number = prefix.node if prefix.basis == "task" else prefix.rank if prefix.basis == "launcher" else None
+        if number is not None and (task := _OF_TASK.match(text)) and int(task[1]) == number:
             self.hosts.setdefault(task[2], set()).add(int(task[1]))
         if prefix.basis == "task" and "NCCL" in text and (task := _OF_NCCL.match(text)):
             self._tasks.setdefault(task[1], {}).setdefault(prefix.node or 0, set()).add(int(task[2]))
@@ -310,9 +321,13 @@ class RankMap:
         self._assigned |= "rdzv" in text and _BACKEND.search(text) is not None
         if "ank" in text or "spawned" in text or "RANK" in text or "Rendezvous" in text:
             self._of_nodes(text, prefix, scope, following)
-        if ("ranks " in text or ".." in text) and not _TROUBLE.search(text):
+        if ("ranks " in text or ".." in text or "rank " in text) and not _TROUBLE.search(text):
             spans = [(one[1], one[3], one[4]) for one in _RANGES.finditer(text) if not _are_local(one)]
             spans += [(host, low, high) for low, high, host in _RANGES_ON.findall(text)]
+            spans += [
+                (one[0], one[1] or one[3], one[2] or one[4]) for one in _HAS_RANGE.findall(text) if "node" not in text
+            ]
+            spans += [(host, low, high) for low, high, host in _RANGE_HAS.findall(text)]
             if row := _TABLE.match(text):
                 spans += [(name, row[3], row[4]) for name in row.groups()[:2] if name]
             for host, listed in _LISTED_ON.findall(text):
@@ -404,6 +419,8 @@ class RankMap:
         for pid, number in _LISTED_RANK.findall(text):
             self.process(int(pid), int(number), prefix.host)
         found = _OWN_RANK.search(text)
+        if found is not None and "ranks " in text and _HAS_RANGE.search(text):  # what is said of a node
+            return None
         if found is None or int(found[1]) >= MAX_RANK or (found[0].startswith("RANK=") and _WORLD.search(text)):
             if own := _ENVIRONMENT.search(text):
                 self.environments.setdefault(scope, set()).add(int(own[1] or own[2]))

@@ -43,6 +43,8 @@ _SKIP = frozenset(
 # A file that belongs to one rank: rank_3.log, rank3.err, 3/stderr.log of torchrun's --log-dir, comm_lib_trace_rank_3,
 # _dump_3.
 _RANK_NAME = re.compile(r"(?:^|[^a-z])(?:global_?|local_?)?rank[_\-.=]?(\d{1,6})(?!\d)", re.IGNORECASE)
+#: AzureML's logs of processes.
+_PROCESS_NAME = re.compile(r"std_log_process_(\d{1,6})(?!\d)")
 _TORCHRUN = re.compile(r"attempt_(\d+)/(\d{1,5})/(?:stdout|stderr|error)[^/]*$")
 _SLURM_NAME = re.compile(r"(?:slurm|log|out|err)[-_.].*?[-_.](?:task|t)[-_.]?(\d{1,5})(?!\d)", re.IGNORECASE)
 _DUMP_NAME = re.compile(r"(\d{1,6})(?:\.(?:pkl|pickle|json|gz))*$")
@@ -81,7 +83,7 @@ def _rank_of(path: str, kind: str) -> tuple[int | None, bool, int | None]:
     if found:
         return int(found[2]), True, int(found[1])
     folder, name = path.split("/")[-2:] if "/" in path else ("", path)
-    found = _RANK_NAME.search(name) or _RANK_NAME.fullmatch(folder)
+    found = _RANK_NAME.search(name) or _RANK_NAME.fullmatch(folder) or _PROCESS_NAME.match(name)
     if found:
         return int(found[1]), "local_rank" in name.lower(), None
     found = _SLURM_NAME.search(name) or (_DUMP_NAME.search(name) if kind != "text" else None)
@@ -374,6 +376,7 @@ _OUTER = tuple(
         r"\[(?:(?:\d+|prterun-[\w.\-]+@\d+),)?(?:mpirank:)?(?P<task>\d{1,6})(?:,[^\]]*)?\]<std(?:out|err)>:\s?",  # mpirun --tag-output, SageMaker, horovodrun
         r"\s*(?P<srun>\d{1,6}): (?=\S)",  # srun -l
         r"\[(?P<host>[A-Za-z][\w.\-]*):(?P<place>\d{1,6})\]:\s?",
+        r"(?P<onhost>[A-Za-z][\w\-]*\d[\w\-]*):(?P<ontask>\d{1,5}): (?=\S)",  # a host and its task
         _SGLANG,
         r"\[(?!rank\d)(?:default|[A-Za-z_]\w*?)(?P<local>\d{1,4})\]:",  # torchrun --tee, with the role's name
         r"\[pod/(?P<pod>[^\]\s]+)\] ?",  # kubectl logs --prefix
@@ -537,6 +540,8 @@ def _split(raw: str) -> Prefix:
             rank, basis = int(said["task"]), "launcher"
         elif said.get("srun") is not None:
             rank, node, basis = int(said["srun"]), int(said["srun"]), "task"
+        elif said.get("ontask") is not None:
+            rank, node, basis, host = int(said["ontask"]), int(said["ontask"]), "task", said["onhost"]
         elif said.get("local") is not None:
             local = int(said["local"])
         elif said.get("actor") is not None:
@@ -816,7 +821,9 @@ NEEDLES: tuple[bytes, ...] = (
     # launchers, frameworks, ncclguard's own incident
     b"local_rank: ", b"first observed failure", b"sigkill_handler", b"return code = ", b"terminated with ",
     b"Worker proc ", b"(exitcode:", b"worker died", b"torchelastic.worker.status", b"nvalidate trace", b"decord",
-    b"ncclguard incident ", b"the fault of incident", "的故障仍在继续".encode(), b'"culprits"', b"StopIteration", b"out of data", b"out of batches", b"out of samples", b"exceeded quota", b"instances.hostError", b"went on without", b"has not come: ", "没有来：".encode(), "的情况下继续训练".encode(), b"and training goes on", "训练继续".encode(),
+    b"ncclguard incident ", b"the fault of incident", "的故障仍在继续".encode(), b'"culprits"', b"scaling d", b"Scaling d", b"scaling in", b"caled down", b"ownscaling", b"rolling u", b"rolling r", b"rolled out", b"ollout status", b"ollout restart", b"drained", b"draining", b"Draining", b"raceful", b"lanned ",
+    b" hang", b" hung", b" stuck", b" froze", b"daemon has unex", b"Failed to load ex", b"DeepGEMM JIT", b"DeepGEMM warmup",
+    b"alling back ", b"fell back ", b"kipping ", b"ontinuing ", b"StopIteration", b"out of data", b"out of batches", b"out of samples", b"exceeded quota", b"instances.hostError", b"went on without", b"has not come: ", "没有来：".encode(), "的情况下继续训练".encode(), b"and training goes on", "训练继续".encode(),
     # engines, Ray, JAX, Ascend, Horovod, watchers; most of theirs are found by the words above
     b"roadcast block", b"ang detected", b"died unexpectedly", b"DeepEP ", b"mesh comm", b"RolloutStall", b"RDT stall",
     b"EngineCore encountered", b"text_generation_launcher: Shard", b"being preempted", b"Process index: ", b"killed by the OOM killer", b"synStatus=8", b"The system will ", b"The system is going ", b"Shutting down", b"(engine dead)", b"SIGQUIT received", b"received sigquit", b"eceived sigquit", b"scheduler is dead", b"scheduler died", b"crashed with exit", b"MPI_ABORT", b"Assertion failed: ", b"cannot be retrieved",
@@ -1119,9 +1126,8 @@ class Scanner:
             return end, []
         if quotations.is_data(line.text, buffer) or quotations.is_of_rules(line.text):
             return end, []
-        if quotations.may_be_found(lines[first : last + 1]) and quotations.are_found(
-            _lines(buffer[max(0, start - 8192) : end])
-        ):
+        window = buffer[max(0, start - 8192) : end]
+        if quotations.may_be_found(window) and quotations.are_found(_lines(window)):
             return end, []
         records = []
         parts = pieces(line.text)
@@ -1151,10 +1157,11 @@ class Scanner:
 
     def _context(self, data: bytes, number: int, last: bool) -> Iterator[Record]:
         """Yield the last lines before the incident, or of the file, as context."""
-        parts = data.replace(b"\r", b"\n").split(b"\n")
-        line = max(1, number - data.count(b"\n"))
-        cut = len(data) >= CONTEXT_BYTES  # the first line may lack its beginning
-        for index, piece in enumerate(parts[cut:], int(cut)):
+        first = max(1, number - data.count(b"\n"))
+        parts = [
+            (line, piece) for line, row in enumerate(data.split(b"\n"), first) for piece in row.split(b"\r")
+        ]  # of a progress bar
+        for line, piece in parts[len(data) >= CONTEXT_BYTES :]:  # the first one may lack its beginning
             if piece.strip():
                 prefix = split_prefix(piece[:LONGEST].decode("utf-8", "replace").replace("\x00", ""))
-                yield Record(self.source, line + index, prefix, lambda count: [], context=True, last=last)
+                yield Record(self.source, line, prefix, lambda count: [], context=True, last=last)

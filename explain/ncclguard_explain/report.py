@@ -218,6 +218,8 @@ def diagnose(
     quiet = _QUIET | ({Kind.PEER_CLOSED, Kind.STORE_LOST} if ended_in_order(evidence) else set())
     seen = bool(verdict.culprits or verdict.places or verdict.sides or finding.facts or work)
     seen = seen or any(fact.kind not in quiet for fact in evidence.facts) and not only_interrupted(evidence, quiet)
+    # Somebody has looked where the processes of a job stand that does not move.
+    seen = seen or bool(len(evidence.of(Kind.STACK)) > 1 and evidence.of(Kind.NOTE, name="stands still"))
     incident = seen or bool(evidence.broken_off)
     own = verdict.facts[0] if verdict.rule == "ncclguard incident" else None
     timeout = _timeout(evidence, work, own)
@@ -272,15 +274,27 @@ _INTERRUPTIONS: Final = frozenset(
     ["KeyboardInterrupt", "SignalException", "torch.distributed.elastic.multiprocessing.api.SignalException"]
 )
 _WAITS: Final = re.compile(
-    r"distributed_c10d\.py|torch/autograd/|torch/cuda/|/store\.py| in (?:wait|barrier|synchronize)\b"
+    r"distributed_c10d\.py|torch/autograd/|torch/cuda/|/store\.py| in (?:wait|barrier|synchronize|item|tolist|cpu|get|get_objects|result|join|poll|select|recv)\b"
 )
+_LAUNCHES: Final = re.compile(
+    r"distributed/(?:run|launch|elastic|launcher)|multiprocessing/|subprocess\.py|/launch\w*\.py"
+)
+
+
+def _is_of_a_program(fact: Fact) -> bool:
+    """Return whether a traceback is of a program, and of no launcher that waits for its processes."""
+    return bool(fact.frames) and not any(_LAUNCHES.search(frame) for frame in fact.frames)
 
 
 def only_interrupted(evidence: Evidence, quiet: AbstractSet[Kind]) -> bool:
     """Return whether somebody has interrupted a job, and no rank of it is seen to have waited for another one."""
     raised = evidence.of(Kind.EXCEPTION)
+    steps = len({fact.number for fact in evidence.of(Kind.ALIVE, Kind.PROGRESS)} - {None}) > 2
     return (
-        any(fact.name == "KeyboardInterrupt" and fact.rank is not None for fact in raised)
+        any(
+            fact.name == "KeyboardInterrupt" and (fact.rank is not None or (steps and _is_of_a_program(fact)))
+            for fact in raised
+        )
         and all(
             fact.kind in quiet or fact.name in _INTERRUPTIONS or fact.kind is Kind.ENDED_BY_LAUNCHER
             for fact in evidence.facts

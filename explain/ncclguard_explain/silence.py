@@ -73,13 +73,19 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
     spoke = {row.rank for row in evidence.rows} | _in_a_call(evidence) | evidence.cut
     spoke |= {fact.rank for fact in evidence.of(Kind.NOTE, name="waits_elsewhere") if fact.rank is not None}
     silent = tuple(sorted(set(world.covered) - spoke))
+    said = evidence.seen_ranks | set(evidence.source_ranks.values()) | {fact.rank for fact in evidence.facts}
+    begun = min((fact.line for fact in facts), default=0)
+    bars = [fact for fact in evidence.of(Kind.PROGRESS, Kind.ALIVE) if fact.rank is None and fact.line > begun]
+    unheard: tuple[int, ...] = ()
+    if (
+        bars and 0 in silent and len(silent) > 1 and not said & (set(silent) - {0})
+    ):  # one is at work, others never spoke
+        silent, unheard = (0,), silent[1:]
     kinds = {fact.kind for fact in facts}
     if not waiting or not silent or (kinds <= {Kind.GLOO_CLOSED} and len(waiting) + len(silent) < size):
         return None
     stopped_early = kinds <= {Kind.GLOO_CLOSED, Kind.GLOO_TIMEOUT, Kind.BARRIER_REACHED}
     heard = set(evidence.source_ranks.values()) | evidence.seen_ranks
-    begun = min((fact.line for fact in facts), default=0)
-    bars = [fact for fact in evidence.of(Kind.PROGRESS, Kind.ALIVE) if fact.rank is None and fact.line > begun]
     heard |= {0} if bars else set()  # the rank that prints for the job goes on, elsewhere than in the call
     pair = world.is_pair and len(waiting) == 1 and set(silent) <= heard
     if world.is_pair and not pair:
@@ -118,4 +124,4 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
     overturned = [
         tr("a timeout line of {ranks} for the same collective, in a log that is not here", ranks=ranks_text(silent))
     ]
-    return Verdict(silent, Cause.UNKNOWN, sure, "silence", reason, facts, overturned=overturned)
+    return Verdict(silent, Cause.UNKNOWN, sure, "silence", reason, facts, suspects=unheard, overturned=overturned)

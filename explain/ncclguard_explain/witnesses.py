@@ -329,7 +329,9 @@ def by_lost_host(evidence: Evidence, world: World) -> Verdict | None:
         host = fact.host.removeprefix("pod/").removeprefix("node/")
         if not host and fact.name in ("OOMKilled", "Evicted"):  # `kubectl describe` of a pod, in a file named after it
             host = evidence.ranks.host_of(fact.file)
-        if not host or fact.name in ("TIME LIMIT", "JOB REQUEUE", "PREEMPTION"):
+        if not host and fact.name == "PREEMPTION" and "instance-action" in fact.text:  # its own host says so
+            host = fact.where
+        if not host or fact.name in ("TIME LIMIT", "JOB REQUEUE"):
             continue
         ranks = evidence.ranks.ranks_on(host, evidence.local_size)
         ended = [
@@ -409,10 +411,12 @@ def by_stacks(evidence: Evidence, world: World) -> Verdict | None:
     limits = evidence.of(*EXPIRED, Kind.ENGINE_WAIT) or dumped or given_up
     if (
         not limits
-        or len(last) < 3
-        or len(last) < (world.size or 0) - 1
+        or len(last) < (3 if world.size != 2 else 2)
+        or len(last) < (world.size or 0) - (world.size != 2)
         or not outside
-        or 3 * len(outside) > len(inside) + len(devices)
+        or (
+            3 * len(outside) > len(inside) + len(devices) and not (world.size == 2 and len(outside) == len(inside) == 1)
+        )
         or (
             len(devices) > len(inside)
             and (len(devices) < 3 or len({last[rank].frames[:-1] or last[rank].frames for rank in devices}) > 1)

@@ -1117,3 +1117,144 @@ def test_a_traceback_of_another_rank_that_is_printed_again_is_still_that_ranks(e
     also = [line.replace("rank3", "rank0") for line in own]
     assert explain_lines([*own, *also], world_size=4).culprits == (0, 3)
     assert explain_lines([*own, *sent[:1], "[rank1]: x", *also], world_size=4).culprits == (0, 3)
+
+
+def test_the_launchers_table_says_that_a_file_is_of_a_node(explain_lines: Explain) -> None:
+    table = [
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  rank      : 11 (local_rank: 3)",
+        "  exitcode  : 1 (pid: 7)",
+    ]
+    raised = ["Traceback (most recent call last):", '  File "t.py", line 3, in f', "AssertionError: bad"]
+    assert explain_lines({"log_rank_15.txt": [*raised, *table]}).culprits != (15,)
+    assert explain_lines({"log_rank_15.txt": raised, "log_rank_3.txt": ["step 1"]}, world_size=16).culprits == (15,)
+
+
+def test_hosts_beside_ranges_of_ranks_in_other_words(explain_lines: Explain) -> None:
+    lost = "srun: error: Node failure on {}"
+    for told, host in (
+        ("nodes: rank 0-3 ip-10-0-2-19, rank 4-7 ip-10-0-2-44", "ip-10-0-2-44"),
+        ("driver 10.4.0.11 ranks 0-3, worker 10.4.0.12 ranks 4-7", "10.4.0.12"),
+        ("hosts: a-1 slots=4 (ranks 0-3), a-2 slots=4 (ranks 4-7)", "a-2"),
+        ("1: SLURM_PROCID=1 host=a-2 -> global ranks 4-7", "a-2"),
+    ):
+        assert explain_lines([told, "world_size=8", lost.format(host)]).culprits == (4, 5, 6, 7), told
+
+
+def test_tasks_of_mpirun_say_where_they_are(explain_lines: Explain) -> None:
+    told = [f"[1,{n}]<stdout>:hvd rank {n}/4 local {n % 2} on node0{n // 2 + 1}" for n in range(4)]
+    lost = [
+        "ORTE has lost communication with a remote daemon.",
+        "",
+        "  HNP daemon   : [[41,0],0] on node node01",
+        "  Remote daemon: [[41,0],1] on node node02",
+    ]
+    assert explain_lines([*told, *lost]).culprits == (2, 3)
+
+
+def test_a_host_and_its_task_in_front_of_lines(explain_lines: Explain) -> None:
+    port = "RuntimeError: The server socket has failed to listen on any local network address. (errno: 98 - Address already in use)."
+    lines = [f"a100-0{1 + n // 2}:{n}: | init (rank {n}): env://" for n in range(4)]
+    raised = [
+        "a100-01:0: Traceback (most recent call last):",
+        'a100-01:0:   File "t.py", line 9, in init',
+        f"a100-01:0: {port}",
+    ]
+    assert explain_lines([*lines, *raised, "a100-02:3: RuntimeError: Connection reset by peer"]).culprits == (0,)
+
+
+def test_who_is_silent_beside_one_that_is_at_work(explain_lines: Explain) -> None:
+    late = [line for rank in range(1, 7) for line in timeout(rank, 1)]
+    bar = "Running tokenizer: 95%|#########5| 950/1000 [30:15<01:31, 5.02 examples/s]"
+    report = explain_lines([*late, bar], world_size=8)
+    assert report.culprits == (0,) and report.suspects == (7,)
+    assert explain_lines(late, world_size=8).culprits == (0, 7)
+
+
+def test_logs_of_hosts_in_one_file_are_told_apart_by_their_times(explain_lines: Explain) -> None:
+    waited = "[rank1]:[E801 14:37:42.7 ProcessGroupNCCL.cpp:632] " + timeout(1)[0].split("] ", 1)[1]
+    own = "[rank4]: 2026-08-01 14:2{}:42 ValueError: bad"
+    assert explain_lines([waited, own.format(7)]).culprits == (4,)
+    assert explain_lines([waited, own.format(7).replace("14:27", "14:39")]).culprits == ()
+
+
+def test_a_card_of_one_rank_whose_transfers_fail(explain_lines: Explain) -> None:
+    head = "n1:3{}:7 [{}] transport/net_ib.cc:199 NCCL WARN NET/IB : mlx5_3:1 "
+    joined = [
+        f"n1:3{n}:3{n} [{n}] NCCL INFO comm 0x1 rank {n} nranks 3 cudaDev {n} busId {n}000 - Init COMPLETE"
+        for n in range(3)
+    ]
+    failed = [
+        head.format(2, 2) + "Got async event : port error",
+        head.format(2, 2) + "Got completion from peer 10.0.0.2<47> with status=12 opcode=1",
+    ]
+    other = (
+        "[rank1]: torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error"
+    )
+    assert explain_lines([*joined, *failed, other]).culprits == (2,)
+    assert explain_lines([*joined, failed[1], other]).culprits == ()
+
+
+def test_an_actor_that_died_in_its_creation_may_have_followed(explain_lines: Explain) -> None:
+    died = "ray.exceptions.ActorDiedError: The actor died because of an error raised in its creation task, ray::W.__init__() (pid=9, ip=10.0.0.2, repr=W[rank=0])"
+    waited = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/8 clients joined."
+    assert (
+        explain_lines(
+            [
+                "Traceback (most recent call last):",
+                '  File "t.py", line 3, in f',
+                died,
+                '  File "u.py", line 3, in g',
+                waited,
+            ]
+        ).culprits
+        == ()
+    )
+
+
+def test_a_kernel_that_is_still_compiled(explain_lines: Explain) -> None:
+    compiles = [
+        "[2026-04-17 21:06:02 TP4] DeepGEMM JIT code generation <gemm>",
+        "DeepGEMM warmup:  61%|###   | 99/163 [02:55<01:52, 57.0it/s]",
+    ]
+    gave_up = [f"[2026-04-17 21:09:0{n} TP{n}] RuntimeError: DeepEP error: timeout (dispatch CPU)" for n in range(3)]
+    head = "server_args=ServerArgs(tp_size=8, ep_size=8)"
+    report = explain_lines({"a.log": [head, *gave_up], "b.log": [head, *compiles]}, world_size=8)
+    assert report.culprits == (4,) and report.decision == "raise-limit"
+    done = compiles[1].replace("61%", "100%")
+    assert explain_lines({"a.log": [head, *gave_up], "b.log": [head, compiles[0], done]}, world_size=8).culprits == ()
+
+
+def test_two_stacks_of_a_pair(explain_lines: Explain) -> None:
+    def stack(rank: int, *frames: str) -> list[str]:
+        head = [f"[2026-01-12 09:19:24 TP{rank}] Watchdog timeout (self.watchdog_timeout=300.0, self.soft=False)",
+                f"[2026-01-12 09:19:24 TP{rank}] Pyspy dump for PID 118{rank}:", f"Process 118{rank}: sglang::scheduler_TP{rank}",
+                f'Thread 118{rank} (active): "MainThread"']  # fmt: skip
+        return [*head, *(f"    {frame}" for frame in frames)]
+
+    inside = stack(0, "all_reduce (torch/distributed/distributed_c10d.py:39)", "forward (m.py:4)")
+    report = explain_lines(
+        ["tp_size=2 world_size=2", *inside, *stack(1, "walk (outlines/fsm.py:3)", "forward (m.py:4)")]
+    )
+    assert report.culprits == (1,)
+
+
+def test_somebody_says_that_a_job_stands_still(explain_lines: Explain) -> None:
+    stacks = [
+        row
+        for pid in (41, 42)
+        for row in (
+            f"Process {pid}: python t.py",
+            f'Thread {pid} (active): "MainThread"',
+            "    item (m.py:3)",
+            "    step (t.py:9)",
+        )
+    ]
+    assert explain_lines(["the 4 gpu run froze again at the end, no error at all", "```", *stacks]).incident
+
+
+def test_nodes_whose_launcher_was_not_found(explain_lines: Explain) -> None:
+    lines = ["srun -N2 bash -c 'torchrun --nnodes=2 --nproc_per_node=4 --node_rank=$SLURM_NODEID t.py'", "n2: bash: line 1: torchrun: command not found",
+             "srun: error: n2: task 1: Exited with exit code 127", "n1: torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."]  # fmt: skip
+    assert explain_lines(lines).culprits == (4, 5, 6, 7)

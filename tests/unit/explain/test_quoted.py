@@ -215,3 +215,76 @@ def test_the_response_of_a_model_that_a_server_logs_is_quoted(explain_lines: Exp
         [answer, '(APIServer pid=1) INFO: 10.2.0.41:51 - "POST /v1/completions HTTP/1.1" 200 OK']
     ).incident
     assert explain_lines([answer, *timeout(3)]).incident
+
+
+CHAT = [
+    "[11:02] ida: found it in an old log of last year:",
+    f"[11:02] ida: > {TIMED_OUT}",
+    "[11:03] ida: > torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
+    "[11:04] tom: that ticket is closed",
+]
+WELL = ["[11:05] ida: good, the current run is healthy", "[11:06] tom: nice, thank you"]
+
+
+def test_a_chat_on_what_is_over_beside_a_job_that_is_well_is_no_log(explain_lines: Explain) -> None:
+    assert not explain_lines([*CHAT, *WELL]).incident
+    untimed = [row.split("] ", 1)[1].replace("ida: >", ">") for row in [*CHAT, *WELL]]
+    assert not explain_lines(untimed).incident, "without times"
+    indented = [CHAT[0], "    " + TIMED_OUT, CHAT[3], *WELL]
+    assert not explain_lines(indented).incident, "what is quoted is indented"
+    assert explain_lines([*CHAT, "[11:05] ida: now it hangs again", *WELL]).incident
+    assert explain_lines([*CHAT, *WELL, "srun: error: gpu-03: task 5: Killed"]).incident
+
+
+@pytest.mark.parametrize(
+    "head, rest, calm",
+    [
+        ("JOB-7  Stuck in eval   Status: Done", "Comment: not seen since 2.4", True),
+        ("JOB-7  Stuck in eval   Resolution: Fixed", "closing this", True),
+        ("JOB-7  Stuck in eval   Status: Open", "closing this", False),
+        ("JOB-7  Stuck in eval   Status: Done", "it hangs again", False),
+    ],
+)
+def test_a_ticket_that_is_closed_is_no_log(explain_lines: Explain, head: str, rest: str, calm: bool) -> None:
+    assert explain_lines([head, "Description", f"  {TIMED_OUT.replace('[rank3]:', '')}", rest]).incident is not calm
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f"- [ ] look at {LATE}", "- [x] less memory", "- [ ] docs"],
+        [f"1a2b3c4 fix: {MEMORY}", "2b3c4d5 docs: rank 3 exited with code -11", "3c4d5e6 tests"],
+    ],
+)
+def test_lists_of_things_to_do_and_of_commits(explain_lines: Explain, lines: list[str]) -> None:
+    assert not explain_lines(lines).incident
+    assert explain_lines([*lines, LATE]).incident
+
+
+@pytest.mark.parametrize("name, calm", [("runbook.md", True), ("gpu_FAQ.rst", True), ("runbook.log", False)])
+def test_a_document_is_known_by_its_name(explain_lines: Explain, name: str, calm: bool) -> None:
+    assert explain_lines({name: ["# Engine lost", LATE], "run.log": ["step 3 loss 1.1"]}).incident is not calm
+
+
+@pytest.mark.parametrize(
+    "command, rows",
+    [
+        ("$ rg -n 'Watchdog' torch/csrc", ["torch/csrc/NCCL.cpp", f'688:   "{LATE}"', "701:  x"]),
+        ("~/src$ cd torch && git describe && grep -rn 'Watchdog' . | head", ["v2.9", "csrc/a.cpp:3: x", f"csrc/a.cpp:4: {LATE}"]),
+        ("$ grep -n Watchdog docs/errors.rst", [f"1131:  {LATE}"]),
+    ],
+)  # fmt: skip
+def test_other_forms_of_a_search_in_sources(explain_lines: Explain, command: str, rows: list[str]) -> None:
+    assert not explain_lines([command, *rows]).incident
+    assert explain_lines([command, *rows[:1], "$ torchrun t.py", f"t.py:3: {LATE}"]).incident
+    assert explain_lines(["$ grep -n Watchdog train.log", f"1131:{LATE}"]).incident
+
+
+def test_a_message_that_a_sentence_speaks_of(explain_lines: Explain) -> None:
+    assert not explain_lines([f'The message "{LATE[9:]}" means that a rank did not come.', "step 1 loss 2"]).incident
+    assert explain_lines([f'The message "{LATE[9:]}" came with {XID}']).incident
+
+
+def test_a_count_of_none_names_what_it_counts(explain_lines: Explain) -> None:
+    assert not explain_lines(["class   count   example", f'xid   0   "{XID}"']).incident
+    assert explain_lines(["class   count   example", f'xid   2   "{XID}"']).incident

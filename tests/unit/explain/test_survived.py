@@ -789,3 +789,57 @@ def test_a_busy_server_that_is_interrupted_has_ended_in_order(explain_lines: Exp
         ]
     )
     assert report.incident is not bool(asked)
+
+
+BARS = [f" {n}%|#####     | {n}/100 [00:{n:02d}<00:09,  1.00it/s]" for n in (10, 20, 30, 40, 50, 60, 70, 80)]
+SENT = [
+    "[rank2]: Traceback (most recent call last):",
+    '[rank2]:   File "m.py", line 3, in send',
+    "[rank2]: OSError: no route",
+]
+
+
+def test_bars_tell_of_steps_too(explain_lines: Explain) -> None:
+    assert not explain_lines([*BARS[:2], *SENT, *BARS[2:]]).incident
+    assert explain_lines([*BARS, *SENT]).culprits == (2,)
+    assert explain_lines(["\r".join(BARS), *SENT, "srun: error: n1: task 2: Exited with exit code 1"]).incident
+
+
+def test_what_a_warning_tells_of_is_caught(explain_lines: Explain) -> None:
+    told = "2026-03-01 10:00:00 WARNING ckpt: cannot read step_90: RuntimeError: bad magic number"
+    assert not explain_lines([told, "step 80 loss 1.1"]).incident
+    assert explain_lines([told.replace("WARNING", "ERROR"), "step 80 loss 1.1"]).incident
+    assert explain_lines([told]).incident, "nothing goes on"
+
+
+@pytest.mark.parametrize(
+    "end", ["scaling deployment a from 3 to 1 replicas", "received SIGTERM (rolling update), shutting down gracefully"]
+)
+def test_an_end_that_was_planned(explain_lines: Explain, end: str) -> None:
+    rest = [
+        "asyncio.exceptions.CancelledError",
+        "[rank1]:[W1 TCPStore.cpp:125] recvValue failed on SocketImpl(fd=3): Failed to recv, got 0 bytes.",
+    ]
+    assert not explain_lines([f"INFO {end}", *rest]).incident
+    assert explain_lines([f"INFO {end}", *rest, "[rank1]: ValueError: bad"]).incident
+    assert explain_lines([*timeout(3), f"INFO {end}", *rest]).incident
+    assert explain_lines([f"INFO spot node lost: {end}", "torch.OutOfMemoryError: CUDA out of memory"]).incident
+
+
+def test_scenarios_that_pass(explain_lines: Explain) -> None:
+    assert not explain_lines(["inject: kill rank 3", *timeout(1), "2 scenarios passed, 0 failed"]).incident
+    assert explain_lines(["inject: kill rank 3", *timeout(1), "1 scenarios passed, 1 failed"]).incident
+
+
+def test_a_program_that_is_interrupted_while_it_steps(explain_lines: Explain) -> None:
+    ended = [
+        "^CTraceback (most recent call last):",
+        '  File "t.py", line 9, in main',
+        "    step()",
+        "KeyboardInterrupt",
+    ]
+    steps = [f"step {n} loss 1.{n}" for n in range(5)]
+    assert not explain_lines([*steps, *ended], world_size=4).incident
+    waits = [ended[0], '  File "/x/ray/_private/worker.py", line 2, in get_objects', ended[3]]
+    assert explain_lines([*steps, *waits], world_size=4).incident
+    assert explain_lines(ended, world_size=4).incident
