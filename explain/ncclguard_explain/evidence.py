@@ -60,7 +60,7 @@ _WAITS = re.compile(
 )
 #: Stalls and planned ends that a job may go on after, by the names of their rows, if that is all that its log has.
 _PASSING = {Kind.ACCUSED: ("horovod", "horovod_ready", "instance"), Kind.ENGINE_WAIT: ("health", "transfer", "barrier"),
-            Kind.SCHEDULER: ("PREEMPTION", "JOB REQUEUE", "Evicted", "Preempted")}  # fmt: skip
+            Kind.SCHEDULER: ("PREEMPTION", "JOB REQUEUE", "TIME LIMIT", "Evicted", "Preempted")}  # fmt: skip
 
 
 @dataclass
@@ -906,6 +906,9 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
     for fact in evidence.of(Kind.EXCEPTION):
         if _is_of_text(fact) or (fact.source, fact.line) in ignored:
             fact.kind = Kind.RETRIED
+    anew = {(fact.source, fact.line) for fact in evidence.of(Kind.RETRIED)}
+    for fact in evidence.of(Kind.GLOO_CLOSED):  # of a connection that is tried anew
+        fact.kind = Kind.RETRIED if (fact.source, fact.line) in anew else fact.kind
     passing = _passing(evidence)
     known = {id(fact) for fact in passing}
     if any(fact.kind not in _SURVIVED_WITH and id(fact) not in known for fact in evidence.facts):
@@ -918,6 +921,7 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
         if _has_passed(fact, after, resumed) or _is_mended(evidence, fact, alive):
             fact.kind = Kind.RETRIED
     retries = evidence.of(Kind.RETRIED)
+    ranked = {fact.source for fact in evidence.facts if fact.rank is not None}
     for fact in evidence.of(Kind.EXCEPTION, Kind.NCCL_WARN, Kind.STORE_TIMEOUT, Kind.KERNEL_OOM):
         end = max(fact.line, fact.until) + 2 * len(fact.frames)  # a frame and its source line
         after = [one for one in alive if one.source == fact.source and one.line > end]
@@ -928,6 +932,7 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
             and (one.rank == fact.rank or "all ranks" in one.text or (None in (one.rank, fact.rank) and one.line <= end + 4))
         ]  # fmt: skip
         warned = fact.kind is Kind.NCCL_WARN
+        once = fact.kind is Kind.EXCEPTION and fact.until <= fact.line + 3 * len(fact.frames) + 2
         steps = [one for one in after if one.kind is not Kind.PHASE and one.name in ("train", "serve")]
         answers = [one for one in after if one.name in ("serve", "generate") and one.kind is Kind.ALIVE]
         generated = places.is_parent(fact.place) and any('"POST ' in one.text for one in answers)
@@ -941,7 +946,7 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
         if (
             complete
             or flapped
-            or _steps_on(fact, end, alive)
+            or _steps_on(fact, end, alive, once and fact.source not in ranked)
             or (not fact.frames and _WARNED.match(fact.text) and after)
             or _advises(fact)
             and after
@@ -1009,11 +1014,16 @@ def _mark_idle(evidence: Evidence) -> None:
             fact.kind = Kind.RETRIED
 
 
-def _steps_on(fact: Fact, end: int, alive: list[Fact]) -> bool:
+#: Steps behind the first lines of a log without ranks by which its order is taken for that of time.
+_MANY = 5
+
+
+def _steps_on(fact: Fact, end: int, alive: list[Fact], plain: bool = False) -> bool:
     """Return whether the job makes three steps or more after it, which no rank makes alone.
 
     By the clock that the lines print, else by their place in the log: then a step before it has to show that its order
-    is that of time, and not that the logs of ranks stand one behind the other.
+    is that of time, and not that the logs of ranks stand one behind the other; or there are many and no line of the log
+    has a rank (`plain`).
     """
     steps = [one for one in alive if one.kind is Kind.ALIVE and one.source == fact.source and one.number is not None]
     bars = [one for one in alive if one.kind is Kind.PROGRESS and one.source == fact.source and one.name == "train"]
@@ -1021,7 +1031,10 @@ def _steps_on(fact: Fact, end: int, alive: list[Fact]) -> bool:
     before = [one.number or 0 for one in steps if one.line < fact.line]
     numbers = [one.number or 0 for one in steps if one.line > end and (one.when or _YEAR) >= (fact.when or 0)]
     timed = fact.when is not None and all(one.when is not None for one in steps)
-    return len({*numbers}) > 2 and numbers == sorted(numbers) and (timed or max(before, default=MAX_RANK) <= numbers[0])
+    if len({*numbers}) <= 2 or numbers != sorted(numbers):
+        return False
+    in_order = max(before, default=MAX_RANK) <= numbers[0] or (plain and not before and len({*numbers}) > _MANY)
+    return timed or in_order
 
 
 def _passing(evidence: Evidence) -> list[Fact]:

@@ -31,7 +31,7 @@ _TRAINING = re.compile(
 #: A command of a shell, a notebook or an interpreter that runs a program by itself.
 _PLAIN = re.compile(
     rb"(?m)^(?:\([\w.\- ]+\) ?)?(?:\[?[\w.\-]+@[\w.\-]+[:\s~\]][^$#%\n]{0,80}[$#%] ?|\$ |% |>>> |In ?\[\d+\]: ?|PS [A-Z]:[^>\n]{0,120}> ?|[A-Z]:\\[^>\n]{0,120}> ?)"
-    rb"(?:(?:export|time|nice|env|sudo) )*(?:[A-Z_]+=\S* )*(?:\S*/)?(?:python[\d.]*|ipython3?|uv run|poetry run|pytest|bash|sh|\./|%run|!python)|(?m:^Cell In ?\[\d+\], line \d)"
+    rb"(?:(?:export|time|nice|env|sudo) )*(?:[A-Z_]+=\S* )*(?:\S*/)?(?:python[\d.]*|ipython3?|uv run|poetry run|pytest|bash|sh|\./|%run|!python)|(?m:^Cell In ?\[\d+\], line \d|^>>> \w)"
 )
 #: Servers, databases and their timers, and what builds images: programs that train nothing.
 _SERVER = re.compile(

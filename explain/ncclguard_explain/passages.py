@@ -880,7 +880,7 @@ _PHASES: tuple[tuple[str, str], ...] = (
     ("evaluate", r"Running (?:Evaluation|Prediction|Validation)|[Vv]alidat(?:ion|ing)|[Ee]valuat(?:ion|ing)|evaluation_loop|eval_step|_validate\b"),
     ("generate", r"\bgenerate\b|generation/utils|[Gg]enerating (?:samples|responses|completions|video|image)|rollout"),
     ("load", r"[Ll]oading (?:checkpoint shards|model|weights)|from_pretrained"),
-    ("succeeded", (r"\bexit_code=0\b|^exit=0$|^(?:SUCC \S+ -- )?Job '[^']+' succeeded|worker group successfully finished|Reporting training SUCCESS\s*$|Job completed successfully|# Out of bounds values : 0 OK|"
+    ("succeeded", (r"\bexit_code=0\b|^exit=0$|^(?:SUCC \S+ -- )?Job '[^']+' succeeded|worker group successfully finished|Reporting training SUCCESS\s*$|\[launch\.py:\d+:main\] Process \d+ exits successfully|Job completed successfully|# Out of bounds values : 0 OK|"
      r"^\s*--- PASS: \S+ \([\d.]+s\)|^(?!.*\b[1-9]\d* (?:failed|failures?|errors?)\b).*\b\d+ (?:\w+ )?passed, 0 (?:failed|failures|errors)\b|^=+ (?!.*\b(?:failed|errors?)\b)\d+ passed\b.* in [\d.]+s|^(?:\+ )?(?:exit code: 0|exit 0)$|, exit 0$|"
      r"^\d+(?:\s+|\|)(?:[\w.\-]+(?:\s+|\|)){0,5}COMPLETED(?:\s+|\|)0:0\b|"  # sacct
      r"\bTraining Progress: 100%|^State: COMPLETED \(exit code 0\)|\b(?i:job)\b.{0,30}\b(?i:completed)\b.{0,40}\b[Ee]xit ?[Cc]ode[ :=]+0(?::0)?\b|^(?!.*\b(?i:state|failed|error|worker|process|task|pid|rank ?\d+)\b).*\(exit(?: code| status)?[ :=]+0\)$|"

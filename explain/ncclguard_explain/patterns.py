@@ -1016,7 +1016,7 @@ ROWS: tuple[Row, ...] = (
     # Thrown by none: the interpreter ends threads that ask for its lock while it is gone, below C++ frames.
     Row(Kind.NOTE, "training loops whose loader has no more batches on a rank", r"\b[Rr]ank ?(?P<rank>\d+)\b[^|]{0,40}?\b(?:StopIteration|(?:ran|is) out of (?:data|batches|samples))\b.{0,20}?\bafter (?P<number>\d+)\b", "StopIteration|out of data|out of batches|out of samples",
         (("loop: rank 14: StopIteration after 148 batches, leaving epoch", {"rank": 14, "number": 148, "name": "no_more"}), ("[rank 3] ran out of data after 77 steps", {"rank": 3})), ("rank 2: StopIteration",), fields={"name": "no_more"}),
-    Row(Kind.NOTE, "people who say that a job stands still", r"(?i)^(?:\[[\d:apm ]+\] ?)?(?:\w+: )?(?!.*(?:\berror:|watchdog|time(?:d )?out\b|[{}|=]|\[rank))(?=(?:\S{1,30}\s){5})[^\[:]*\b(?:hangs?|hung|hanging|stuck|froze|frozen)\b[^\[]*$", " hang| hung| stuck| froze",
+    Row(Kind.NOTE, "people who say that a job stands still", r"(?i)^(?:\[[\d:apm ]+\] ?)?(?:\w+: )?(?!.*(?:\berror:|watchdog|time(?:d )?out\b|[{}|]|\[rank))(?=(?:\S{1,30}\s){5})[^\[:]*\b(?:hangs?|hung|hanging|stuck|froze|frozen)\b[^\[]*$", " hang| hung| stuck| froze",
         (("[10:02] dora: the 4 gpu run froze again at the end of epoch 0, no error at all", {"name": "stands still"}), ("anyone seen slime hang right after rollout? no error at all for 40 min", {})),
         ("[rank0] WARNING: step 3 seems to be stuck: rank 3 is slow", "it is stuck"), fields={"name": "stands still", "rank": None, "rank_basis": ""}),
     Row(Kind.RENDEZVOUS, "Open MPI orte, PRRTE, 1.8 to 5.0: a node's daemon has not come up", r"An? (?:ORTE|PRTE) daemon has unexpectedly failed after launch", "daemon has unex",
@@ -1064,7 +1064,7 @@ ROWS: tuple[Row, ...] = (
         (("TDRV:exec_consume_tpb_status_notifications (FATAL-RT-UNDEFINED-STATE) encountered timeout, 120 sec, on worker [ND 0][NC 0]", {"name": "kernel", "seconds": 120.0}),
          ("[08:46:18.3][HCL ][error][tid:8893] checkTerminationSignal: rank 3: no progress on stream archStreamIdx 0 for 300 seconds, comm 0", {"rank": 3, "name": "kernel"})), fields={"name": "kernel"},
         more=lambda found, text, fact: fact.clone(seconds=float(found["s"])) if found["s"] else fact),
-    Row(Kind.CUDA, "CUDA runtime and NVIDIA driver", r"(?P<detail>.{0,60}(?:uncorrectable (?:NVLink )?(?:ECC )?error|ECC error|fallen off the bus|GPU is lost).*)", "uncorrectable|ECC error|fallen off|GPU is lost",
+    Row(Kind.CUDA, "CUDA runtime and NVIDIA driver", r"(?P<detail>.{0,60}(?:uncorrectable (?:NVLink )?(?:ECC )?error(?!s? ?[:=(]? ?(?:count\w* ?[:=]? ?)?0\b)|ECC errors?(?! ?(?:counters?|counts?|[:=(]? ?0\b))|fallen off the bus|GPU is lost).*)", "uncorrectable|ECC error|fallen off|GPU is lost",
         (("[rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered", {"rank": 3, "name": "hardware"}),), fields={"name": "hardware"}),
     # --- frameworks  ---
     Row(Kind.UNUSED, "torch/csrc/distributed/c10d/reducer.cpp, 1.5 to 2.15", r"(?:Parameter indices|Parameters) which did not receive grad for rank (?P<rank>\d+): ?(?P<detail>.{0,200})", "not receive grad",

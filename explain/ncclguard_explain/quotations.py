@@ -34,7 +34,7 @@ _TITLE = re.compile(
 )
 #: Words of people on what is over, on a job that is well, and on one that is not.
 _OVER = re.compile(
-    rb"(?i)\b(?:last|previous) (?:week|month|quarter|year)\b|\bold (?:logs?|runs?|incidents?|jobs?|tickets?|issues?|threads?)\b|\bpost-?mortem\b|\barchived?\b|"
+    rb"(?i)\b(?:last|previous) (?:week|month|quarter|year)\b|\bold (?:logs?|runs?|incidents?|jobs?|tickets?|issues?|threads?)\b|\bpost-?mortem\b|\brunbook\b|\bcheat ?sheet\b|\bfaq\b|\bwhat (?:this|these|that|it|they) (?:one )?means?\b|\barchived?\b|"
     rb"\bsince (?:then|fixed)\b|\bnot (?:been )?seen (?:again )?since\b|\bclosing (?:the|this|it)\b|\b(?:ticket|issue|incident|case)\b[^\n]{0,40}\b(?:closed|resolved|fixed)\b"
 )
 _WELL = re.compile(
@@ -42,15 +42,21 @@ _WELL = re.compile(
 )
 _UNWELL = re.compile(
     rb"(?i)\b(?:stuck|hung|hangs?|hanging|crash(?:ed|es|ing)?|died|dies|down|fail(?:s|ed|ing)?) (?:again|now|right now|here|this morning|tonight)\b|"
-    rb"\bany ideas?\b|\b(?:please|pls|need|can \w+|could \w+|any) help\b|\bhelp\?|\bwhat (?:should|do|can) (?:i|we) do\b|\bjust (?:died|crashed|hung|failed)\b"
+    rb"\b(?:it|job|run|training|cluster|node|gpu|rank ?\d*)(?:'s| is| are) (?:down|dead|gone|stuck|hung|broken|unhealthy)\b|\bany ideas?\b|\b(?:please|pls|need|can \w+|could \w+|any) help\b|\bhelp\?|\bwhat (?:should|do|can) (?:i|we) do\b|\bjust (?:died|crashed|hung|failed)\b"
 )
-#: A ticket that is closed, by its head.
-_CLOSED = re.compile(rb"(?i)\b(?:status|state|resolution)[ \t]*[:=][ \t]*(?:done|closed|resolved|fixed)\b")
+#: A ticket that is closed, or a report on what is over, by its head; and a mail.
+_CLOSED = re.compile(
+    rb"(?i)\b(?:status|state|resolution)[ \t]*[:=][ \t]*(?:done|closed|resolved|fixed)\b|\b(?:post-?mortem|incident (?:report|review)|retrospective)\b[^\n]{0,80}\b(?:closed|resolved|done|final)\b"
+)
+_MAIL = re.compile(rb"(?m)^(?:From|To|Subject|Date|Cc): \S")
+#: A change of sources.
+_CHANGE = re.compile(rb"\s*(?:diff --git a/|Index: \S+\r?\n={10}|--- a/\S+\r?\n\+\+\+ b/|From [0-9a-f]{40} )")
 #: What somebody cites of others in a chat.
 _CITED = re.compile(rb"(?m)^(?:\[[\d: ]{4,12}\] [^\n>]{2,40})?> [^\n]*$")
 _ASIDE = re.compile(rb"(?m)^[ \t]{2,}[^\n]*$|\"[^\"\n]*\"")
 #: A search engine's count, what it shows of where a page is, and lines of a program that works.
 _RESULTS = re.compile(rb"(?i)\b(?:about |of )?[\d,.]+ results\b")
+_IN_FILES = re.compile(rb"\s*\d+ results? (?:-|in) \d+ files?\b")
 _PAGES = re.compile(rb"(?m)^\s*(?:https?://)?(?:[\w\-]+\.)+[a-z]{2,}(?: \xe2\x80\xba \S+)+\s*$|^\s*https?://\S+\s*$")
 _PROGRAM = re.compile(rb"(?m)^(?:\[rank\d+\]|\S+:\d+:\d+ \[\d+\] NCCL|Traceback \(most)")
 _HEADINGS = re.compile(rb"(?m)^#{1,4} \S|^[=\-]{3,}\s*$")
@@ -61,16 +67,20 @@ _LAUNCHES = re.compile(
 )
 _PRINTS = re.compile(_LAUNCHES.pattern + rb"|Traceback \(most recent call last\)")
 #: unittest and GoogleTest: the head of a test, and the end of a run in which all have passed.
-_TEST = re.compile(rb"(?m)^test\w* \([\w.]+\)(?: \.\.\. |\r?$)|^\[={10}\] Running \d+ tests? from ")
+_TEST = re.compile(
+    rb"(?m)^test\w* \([\w.]+\)(?: \.\.\. |\r?$)|^test[\w:]* \.\.\. |^\[={10}\] Running \d+ tests? from |^running \d+ tests?\r?$|^(?:PASS|FAIL) +\S+\.(?:test|spec)\.\w+|^\s*Start +1: "
+)
 _PASSED = re.compile(
     rb"\nRan \d+ tests? in [\d.]+s\r?\n\s*OK(?: \((?:skipped|expected failures)=[^)\n]*\))?\s*\Z|"
-    rb"\n\[  PASSED  \] \d+ tests?\.(?![\s\S]*\[  FAILED  \])"
+    rb"\n\[  PASSED  \] \d+ tests?\.(?![\s\S]*\[  FAILED  \])|\ntest result: ok\. \d+ passed; 0 failed;[^\n]*\s*\Z|"
+    rb"\nTests: +(?:\d+ (?:skipped|todo), )?\d+ passed, \d+ total\b|\n100% tests passed, 0 tests failed out of \d+"
 )
 #: A list under a heading of Markdown, and nothing else: release notes, a plan; one of things to do; and of commits.
 _LIST = re.compile(
     rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?|(?:[*+\-] \[[ xX]\] .*(?:\r?\n(?:[ \t].*)?|$))+|"
-    rb"(?:[0-9a-f]{7,40} (?![0-9a-f]{2} ).*(?:\r?\n|$))+"
+    rb"(?:[0-9a-f]{7,40} (?![0-9a-f]{2} |\[rank).*(?:\r?\n|$))+"
 )
+_COMMIT = re.compile(rb"[0-9a-f]{7,40} ")
 #: Names of documents that quote messages; a text of any name may be a log where its end does not say what it is.
 _NAMED = re.compile(
     r"(?:.*/)?(?:[\w\-]*[_\-.])?(?i:readme|runbook|playbook|troubleshoot(?:ing)?|faq|known[_\-]?(?:issues|errors)|how-?to|handbook|change-?log|release[_\-]?notes|"
@@ -94,7 +104,8 @@ def _is_conversation(data: bytes) -> bool:
         and 1 < len(names) < len(said)
         and times == sorted(times)
         and data.count(b"\n") < 10 * len(said)
-        and (_CITED.search(data) is not None or b"`" in data or over)
+        and (b"\n> " in data or b"`" in data or over)
+        and _UNWELL.search(data) is None
         and _PRINTS.search(
             _ASIDE.sub(b"", _CITED.sub(b"", data)) if over else _CITED.sub(b"", data) if _goes_on(data) else data
         )
@@ -109,7 +120,8 @@ def _is_over(data: bytes) -> bool:
 
 def _is_closed(data: bytes) -> bool:
     """Return whether an input is a ticket that is closed, and no program or launcher prints in it."""
-    over = _CLOSED.search(data[:400]) is not None and _OVER.search(data) is not None
+    mail = len(_MAIL.findall(data[:600])) > 1 and _CITED.search(data) is not None and _is_over(data)
+    over = mail or (_CLOSED.search(data[:400]) is not None and _OVER.search(data) is not None)
     return over and _UNWELL.search(data) is None and _LAUNCHES.search(data) is None and _PROGRAM.search(data) is None
 
 
@@ -120,8 +132,10 @@ def _goes_on(data: bytes) -> bool:
 
 
 def _is_search(data: bytes) -> bool:
-    """Return whether an input is what a search engine has found: how many results, and places of pages below titles."""
+    """Return whether an input is what a search has found: how many results, and in how many files or on what pages."""
     head = data[:400]
+    if _IN_FILES.match(head) is not None:
+        return _LAUNCHES.search(data) is None
     found = _RESULTS.search(head) is not None and len(_PAGES.findall(data[: 1 << 16])) > 1
     return found and _LAUNCHES.search(data) is None and _PROGRAM.search(data) is None
 
@@ -164,12 +178,15 @@ def _are_tests(data: bytes) -> bool:
 
 
 def _is_list(data: bytes) -> bool:
-    return bool(data) and b"\n" in data.strip() and _LIST.fullmatch(data) is not None
+    if not data or b"\n" not in data.strip() or _LIST.fullmatch(data) is None:
+        return False
+    heads = [row.split(b" ", 1)[0] for row in data.split(b"\n") if _COMMIT.match(row)]
+    return len(set(heads)) == len(heads)  # a container's lines begin alike
 
 
 def what_it_is(name: str, data: bytes) -> Message | None:
     """Return what an input is that quotes messages and is no log, by its name or its first bytes; None for a log."""
-    if name.endswith(".py"):
+    if name.endswith((".py", ".patch", ".diff")) or _CHANGE.match(data):
         return tr("{name}: a program, and no log", name=name)
     if name.endswith((".po", ".pot")):
         return tr("{name}: a catalogue of translations, and no log", name=name)
@@ -316,7 +333,7 @@ _DATA = re.compile(r"\s+>>> |\s+\| (?!.*\|\s*$|\d{4}-\d\d-\d\d[T ])|\{'\w+': .*\
 _GROUP = b"Exception Group Traceback"
 #: Keys of rules for alerts and of their tests, before a text.
 _OF_RULES = re.compile(
-    r"\s*(?:- )?(?:(?:alert|expr|annotations|summary|description|runbook_url|exp_\w+): *['\"]|(?:(?:exp|got) ?: ?\[ ?)?(?:Labels|Annotations): ?\{)"
+    r"\W{0,4}RESOLVED(?::\d+)?\]|\s*(?:- )?(?:(?:alert|expr|annotations|summary|description|runbook_url|exp_\w+): *['\"]|(?:(?:exp|got) ?: ?\[ ?)?(?:Labels|Annotations): ?\{)"
 )
 #: What a search prints of sources and documents, and the command: a formatter of logs may begin its lines alike.
 _FOUND = re.compile(
@@ -331,7 +348,7 @@ _COMMAND = re.compile(r"[^\n]{0,80}?[$#%>] (\S[^\n]*)")
 _SEARCHES = re.compile(rf"(?:cd \S+ && )?(?:{_SEARCH})\b")
 #: A check of a health test that has passed, by the name of what it looks for.
 _PASSES = re.compile(
-    r"(?!.*(?:\[rank\d|\[[EWF]\d{3,4} ))[^\n]*(?:['\"].*\b(?:hits|matches)=0\b|\sPASS(?:ED)?(?: \([^)\n]*\))?\s*$|\s0\s+['\"].*['\"]\s*$)"
+    r"(?!.*(?:\[rank\d|\[[EWF]\d{3,4} ))[^\n]*(?:['\"].*\b(?:hits|matches)=0\b|\sPASS(?:ED)?(?: \([^)\n]*\))?\s*$|\s0\s+['\"].*['\"]\s*$|\b(?:0|no|none) (?:found|matches|hits|errors|events)\b.*\b(?:ok|OK|PASS\w*|passed)\s*$)"
 )
 #: What a model was given or has written, as trainers, evaluations and servers print it.
 _OF_A_MODEL = re.compile(
@@ -382,6 +399,8 @@ def are_found(rows: Sequence[str]) -> bool:
         numbered += _NUMBERED.match(row) is not None
         headed += _FILE.fullmatch(row) is not None  # the name of a file above lines that have their numbers alone
         command = _COMMAND.match(row) if not (_FOUND.match(row) or _NUMBERED.match(row)) else None
+        if command is not None and at == len(rows) - 1:  # what somebody looks for
+            return any(map(_SEARCHES.match, _CHAINED.split(command[1])))
         if command is not None:
             last = _CHAINED.split(command[1])[-1]
             named = headed or _FILE.search(last.partition(" | ")[0]) is not None
@@ -392,7 +411,21 @@ def are_found(rows: Sequence[str]) -> bool:
 
 def passes(row: str) -> bool:
     """Return whether a line is a check that has passed."""
-    return ("=0" in row or "PASS" in row or " 0 " in row) and len(row) < 1000 and _PASSES.match(row) is not None
+    return (
+        ("=0" in row or "PASS" in row or " 0 " in row or " no" in row)
+        and len(row) < 1000
+        and _PASSES.match(row) is not None
+    )
+
+
+#: Keys of a row of data, and of a record of a log.
+_OF_DATA = re.compile(
+    r"""['"](?:text|input|inputs|question|prompt|label|labels|content|sentence|document|passage|context|instruction|answer|target|response|pred\w*|reference|choices|query)['"] ?:"""
+)
+_OF_LOG = re.compile(
+    r"""['"](?:@?timestamp|ts|time|level|lvl|levelname|severity|logger|log|msg|message|error|err|exception|reason|rank|pid|event|ev|kind|name|status|exit_?code|pod|host|hostname|node|stderr|stdout|container|source|stream)['"] ?:""",
+    re.IGNORECASE,
+)
 
 
 def without_talk(text: str) -> str:
@@ -401,6 +434,8 @@ def without_talk(text: str) -> str:
         text = _BETWEEN.sub("", text)
     if "Generated response" in text:  # vLLM, with --enable-log-outputs
         text = _RESPONSE.sub(r"\g<key>", text)
+    if text.startswith("{") and _OF_DATA.search(text) and not _OF_LOG.search(text):
+        return "{}"
     if "prompt" not in text and "role" not in text and "_text" not in text and "completion" not in text:
         return text
     return (_MESSAGE if "role" in text else _VALUE).sub(r"\g<key>", text)

@@ -288,3 +288,49 @@ def test_a_message_that_a_sentence_speaks_of(explain_lines: Explain) -> None:
 def test_a_count_of_none_names_what_it_counts(explain_lines: Explain) -> None:
     assert not explain_lines(["class   count   example", f'xid   0   "{XID}"']).incident
     assert explain_lines(["class   count   example", f'xid   2   "{XID}"']).incident
+
+
+@pytest.mark.parametrize(
+    "head, end, calm",
+    [
+        ("test_late ... ", "Ran 2 tests in 12.101s\n\nOK", True),
+        ("running 2 tests", "test result: ok. 2 passed; 0 failed; 0 ignored", True),
+        ("running 2 tests", "test result: FAILED. 1 passed; 1 failed; 0 ignored", False),
+        ("PASS src/watch.test.ts", "Tests:       5 passed, 5 total", True),
+    ],
+)
+def test_runners_of_tests_in_other_languages(explain_lines: Explain, head: str, end: str, calm: bool) -> None:
+    assert explain_lines([head, LATE, *end.split("\n")]).incident is not calm
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["diff --git a/t.py b/t.py", "@@ -1,2 +1,3 @@", f"+    # {LATE}"],
+        ["4 results - 2 files", "", "src/t.py:", f"  41,9:   raise RuntimeError({MEMORY!r})"],
+        [f"[RESOLVED] GpuLost node=gpu-3: {XID}", "current: 0 firing"],
+        ["From: a@b.c", "Subject: Re: last week", f"> {MEMORY}", "Fixed; the run since then is healthy."],
+        ["Post-mortem of run 41 (closed)", f"03:12 {TIMED_OUT}", "Status: resolved, not seen since"],
+        [f'{{"id": 1, "input": "{MEMORY}", "label": "oom"}}', "accuracy 1.0"],
+        [f"{{'text': '{MEMORY}'}}", *[f"step {n} loss 1.{n}" for n in range(4)]],
+        ["check xid ... 0 found (looking for 'fallen off the bus')   ok", "ECC error counters: volatile 0"],
+    ],
+)
+def test_what_is_quoted_in_other_ways(explain_lines: Explain, lines: list[str]) -> None:
+    assert not explain_lines(lines).incident
+    assert explain_lines([*lines, *timeout(3), "srun: error: gpu-03: task 3: Aborted"]).incident or lines[0][:4] in (
+        "diff",
+        "From",
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"level": "ERROR", "text": "[rank3]: RuntimeError: CUDA error: an illegal memory access was encountered"}',
+        "3f2a9c1b7d0e [rank3]: RuntimeError: CUDA error: an illegal memory access was encountered",
+        "[rank3]: RuntimeError: CUDA error: uncorrectable ECC error encountered",
+    ],
+)
+def test_what_only_looks_like_a_quotation(explain_lines: Explain, line: str) -> None:
+    assert explain_lines([line, "3f2a9c1b7d0e ok"]).culprits == (3,)

@@ -843,3 +843,22 @@ def test_a_program_that_is_interrupted_while_it_steps(explain_lines: Explain) ->
     waits = [ended[0], '  File "/x/ray/_private/worker.py", line 2, in get_objects', ended[3]]
     assert explain_lines([*steps, *waits], world_size=4).incident
     assert explain_lines(ended, world_size=4).incident
+
+
+def test_the_first_lines_of_a_log_without_ranks_are_its_earliest(explain_lines: Explain) -> None:
+    tried = ["trying batch size 64", "CUDA out of memory. Tried to allocate 20.00 GiB", "ok: batch size 32"]
+    steps = [f"step {n} loss 1.{n}" for n in range(9)]
+    assert not explain_lines([*tried, *steps]).incident
+    assert explain_lines([*tried, *steps[:3]]).incident
+    assert explain_lines(["[rank2]: ValueError: bad", *steps]).culprits == (2,)
+
+
+def test_a_connection_that_is_tried_anew(explain_lines: Explain) -> None:
+    read = "S3 read s3://d/7.tar failed: Connection reset by peer, retry 1/8 in 0.5s"
+    oom = "CUDA out of memory. Tried to allocate 4.88 GiB"
+    steps = ["epoch 0 loss 2.1", "epoch 1 loss 1.8", "epoch 2 loss 1.6", "training complete"]
+    ranks = [f"[rank{n}]: torch.OutOfMemoryError: {oom}" for n in range(2)]
+    assert not explain_lines(
+        [*ranks, "[rank0]: batch 64 does not fit on all ranks, retrying with 32", read, *steps]
+    ).incident
+    assert explain_lines([*ranks, "[rank0]: retrying with 32", read]).incident
