@@ -99,6 +99,30 @@ def by_port(evidence: Evidence, world: World) -> Verdict | None:
     return Verdict(tuple(sorted(ranks)), Cause.NETWORK, "medium", "port", reason, own + told)
 
 
+def by_link(evidence: Evidence, world: World) -> Verdict | None:
+    """The kernel of one host alone says that a card has lost its link, which has not come up again; others fail."""
+    down = [
+        fact for fact in evidence.of(Kind.NIC) if _DOWN.search(fact.detail) and _CARD.match(fact.detail) and fact.where
+    ]
+    up = {note.detail for note in evidence.of(Kind.NOTE, name="link_up")}
+    hosts = {fact.where for fact in down}
+    if len(hosts) != 1 or any(fact.detail.startswith(one) for fact in down for one in up):
+        return None
+    ranks = evidence.ranks.ranks_on(hosts.pop(), evidence.local_size)
+    others = {fact.rank for fact in evidence.of(*EXPIRED, Kind.ASYNC_ERROR, Kind.WATCHDOG_EXCEPTION)} - {None} - ranks
+    size = max(world.size or 0, 1 + max((rank for there in evidence.ranks.hosts.values() for rank in there), default=0))
+    if not ranks or not others or 2 * len(ranks) > size:
+        return None
+    reason = tr(
+        "the port of {ranks} has lost its link, and other hosts get no answer from a peer", ranks=ranks_text(ranks)
+    )
+    return Verdict(tuple(sorted(ranks)), Cause.NETWORK, "medium", "link", reason, down)
+
+
+_DOWN = re.compile(r"(?i)link (?:is |status definitely )?down")
+_CARD = re.compile(r"mlx\d_core|ib\w*\d|bnxt_en|irdma|\w*(?:mlx|roce|ib)\w*:")
+
+
 def by_clients(evidence: Evidence, world: World) -> Verdict | None:
     """Tasks that had ended, pods that never started, or ranks with a wrong name: as many as torch's store misses."""
     for fact in [one for one in evidence.of(Kind.RENDEZVOUS, name="clients") if one.detail]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ncclguard_explain import engines
-from ncclguard_explain.connections import by_clients, by_gone_peer, by_peer_closed, by_port, by_unreachable
+from ncclguard_explain.connections import by_clients, by_gone_peer, by_link, by_peer_closed, by_port, by_unreachable
 from ncclguard_explain.divergence import by_alone, by_counters, by_divergence, by_fingerprint, by_tracebacks
 from ncclguard_explain.evidence import Evidence, World
 from ncclguard_explain.facts import Fact, Verdict
@@ -43,7 +43,7 @@ Rule = Callable[[Evidence, World], "Verdict | None"]
 
 RULES: tuple[Rule, ...] = (
     by_guard, by_inquiry, by_traces, by_table, by_failure, by_section, by_heartbeats, by_lost_host, engines.by_unfinished, engines.by_tool, by_fingerprint, by_parameters, by_desync_report, by_barrier,
-    by_store_barrier, by_clients, by_watchdog, by_peer_closed, by_unreachable, by_port, by_ras, by_hccl, by_counters, by_store_key, by_analyser, by_stacks,
+    by_store_barrier, by_clients, by_watchdog, by_peer_closed, by_unreachable, by_port, by_link, by_ras, by_hccl, by_counters, by_store_key, by_analyser, by_stacks,
 )  # fmt: skip
 #: Weaker ones, which also say what the ranks differ in.
 LAST_RULES: tuple[Rule, ...] = (

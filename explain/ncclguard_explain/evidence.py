@@ -413,7 +413,7 @@ class Collector:
             fact.rank,
             fact.group_rank,
             fact.local_rank,
-            fact.host,
+            fact.host or (fact.where if _is_of_the_kernel(fact) else ""),
             fact.place,
             fact.pid if fact.kind is not Kind.NCCL_WARN or fact.name == "ib_async" else None,
             work and (work.seq, work.op, work.numel_in, work.shape, work.ran_ms),

@@ -27,7 +27,7 @@ MOST = 100_000
 # The rank of the speaker, as Lightning, Megatron, Ray Train, Slurm, vLLM and JAX programs print it; not of a peer.
 _OWN_RANK = re.compile(
     r"(?<!for )(?<!from )(?<!to )(?<!by )(?<!of )(?<!remote )(?<!peer )"
-    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |^Process index: | - rank\[(?=\d+\] - )|\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+ LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
+    r"(?:\bGLOBAL_RANK: |\b[Gg]lobal[ _]rank[ =:]+|\bworld_rank=|\bSLURM_PROCID[ =:]+|\bJAX process: |^Process index: | - rank\[(?=\d+\] - )|\bprocess_id=(?=\d+,? num_processes=)|\bRANK=(?=\d+(?: WORLD_SIZE=\d+)? LOCAL_RANK=)|\[rank=(?=\d+, world_size=)|^rank[= ](?=\d+ world(?:_size)?[= ]\d)"
     r"|\brank (?=\d+ in world size \d+ is assigned as )|\b[Rr]ank (?=\d+ of \d+ on host )|\bRank (?=\d+: Completed store-based barrier)|\b[Rr]ank[ =:]+(?=.*\blocal[_ ]rank))(\d{1,6})\b(?! ?[*+] )"
 )
 # In front of a program's own lines; in lower case it is vLLM's, of a group.
@@ -143,6 +143,7 @@ _SPAWNED = re.compile(r"process (\d{1,9}) spawned with command:.*--local[_-]rank
 _BUS = re.compile(r"\bcudaDev (\d{1,3})(?:.*?\bbusId ([0-9a-f]{1,8}))?")
 # A table of programs: "rank 5: cuda:5 PCI 0000:9b:00.0"
 _BUS_OF = re.compile(r"\b[0-9a-f]{4,8}:([0-9a-f]{2}:[0-9a-f]{2})\.0\b", re.IGNORECASE)
+_NAMED_HOST = re.compile(r"\b(?:host(?:name)?|node)[ =:]+([A-Za-z][\w.\-]*\w)\b")
 _RANK_OF_BUS = re.compile(r"\W*[Rr]ank[ =:]*(\d{1,6})\b")
 _OTHER_GPU = re.compile(r"\bGPU [1-9]\b|\bcuda:[1-9]\b")  # not the one GPU of a container with one rank
 _TROUBLE = re.compile(r"rror|xception|imed out|imeout|fail|kill")
@@ -360,7 +361,8 @@ class RankMap:
             row = _RANK_OF_BUS.match(text)
             of_bus = int(row[1]) if row else prefix.rank if prefix.basis == "launcher" else None
             if of_bus is not None:
-                self._gpus.setdefault((where, of_bus), set()).add(f"{buses[0].lower().replace(':', '')}0".lstrip("0"))
+                on = where or (named[1] if (named := _NAMED_HOST.search(text)) else "")
+                self._gpus.setdefault((on, of_bus), set()).add(f"{buses[0].lower().replace(':', '')}0".lstrip("0"))
         if "ocal" in text and (spied := _OF_SPY.search(text)):
             _prove(self._local, (scope, int(spied[1])), int(spied[2]))
         if "yspy dump for" in text and (dumped := _DUMPED.search(text)) and (dumped[1] or dumped.start() == 0):

@@ -390,6 +390,9 @@ _OUTER = tuple(
         r"(?P<dashed>[A-Za-z]\w*-[\w.\-]+): (?=\[[\d\-]{10} [\d:,]+\] \[[A-Z]+\] \[\w+\.py:\d+:|\[[EWIF] \w+\.cpp:\d+\])",  # pdsh too
         r"(?!EI\d{4}:)(?P<pdsh>(?:[A-Za-z][\w.\-]*\d[\w.\-]*|\d{1,3}(?:\.\d{1,3}){3})): (?=\[|Traceback|  |\w+Error|std|[EWIF]\d{4} |\S+:\d+:\d+ \[)",
         r"[Rr]ank[ _=:\-]?(?P<own>\d{1,6}): ",
+        # Loggers of programs: loguru's, and Python's with the level in front.
+        r"(?:\| )?(?:TRACE|DEBUG|INFO|SUCCESS|WARNING|ERROR|CRITICAL)(?: +\| [\w.<>]+:[\w.<>]+:\d+ -)? +\[rank (?P<own>\d{1,6})/\d{1,6}\]:? (?=\S)",
+        r"(?:\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d [\d:]{8} \d{4}\] |\[ *\d+\.\d+\] )?(?P<syshost>[A-Za-z][\w.\-]*\w) kernel: (?:\[ *\d+\.\d+\] )?(?=\S)",
         r"(?:\[[\d/:\-]+\] )?\[TRT-LLM\] ?(?:\[\w+\] ?){0,2}\[RANK (?P<mpi>\d{1,6})\] (?:\[[A-Z]\] )?",
         r"(?:[0-9a-f]{6,12} \|\| )?\[rank=(?P<determined>\d{1,6})\] ",  # Determined
         r"rank=(?P<pairs>\d{1,6}) (?:[\w.\-]+=\S+ ){0,4}(?=(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL) )",  # loggers of pairs
@@ -411,7 +414,7 @@ _OF_HEADS = ("[rank", ".cpp:", ".hpp:", ".cc:", "] NCCL ", " NCCL WARN", "Traceb
 _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\d{4} \d\d:\d\d:\d\d")
 #: A line that begins like this goes on nothing.
 _STARTS = re.compile(
-    r"[$+]+ [\w./]|\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
+    r"[$+]+ [\w./]|(?:dmesg: )?\[ *\d+\.\d{1,9}\] |\S+ kernel: |NVRM: |\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
     r"Exception raised from|frame #\d|Root Cause|Thread 0x|(?:mpirun|prterun|mpiexec) |Subprocess \w+_\d+ \(pid|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |[\w.\-]+: rank \d+ died from |"
     r"\[?(?:INFO|WARNING|ERROR|DEBUG|WARN|CRITICAL)[: \]]|(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |\{\"|<<<<|={4}|-{4})"
 )
@@ -728,7 +731,7 @@ def join(lines: Sequence[str], at: int) -> tuple[int, int, str]:
         if above.local_rank != own.local_rank or (own.place and own.place != above.place) or _other(own, above):
             break  # torchrun, Ray, SGLang and TensorRT-LLM head lines with their speaker
         before = above.text
-        full = full and not _alike(before, split_prefix(lines[first]).text)
+        full = full and not _alike(before, split_prefix(lines[first]).text) and not before.rstrip().endswith(".")
         if not full and not unfinished(before) and not _looks_broken(before):
             break
         first -= 1

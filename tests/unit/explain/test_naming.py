@@ -1258,3 +1258,59 @@ def test_nodes_whose_launcher_was_not_found(explain_lines: Explain) -> None:
     lines = ["srun -N2 bash -c 'torchrun --nnodes=2 --nproc_per_node=4 --node_rank=$SLURM_NODEID t.py'", "n2: bash: line 1: torchrun: command not found",
              "srun: error: n2: task 1: Exited with exit code 127", "n1: torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."]  # fmt: skip
     assert explain_lines(lines).culprits == (4, 5, 6, 7)
+
+
+def test_the_kernels_line_behind_lines_of_one_length_is_no_part_of_them(explain_lines: Explain) -> None:
+    late = [timeout(rank)[0] for rank in (0, 1, 2)]
+    killed = "dmesg: [ 99.1] Out of memory: Killed process 4711 (python) total-vm:99kB"
+    report = explain_lines([*late, killed], world_size=16)
+    assert report.culprits == ()
+    started = [f"rank {n} pid {4700 + n} world_size=16" for n in range(16)]
+    assert explain_lines([*started, *late, killed]).culprits == (11,)
+
+
+def test_ranks_in_front_of_the_lines_of_loggers(explain_lines: Explain) -> None:
+    for head in (
+        "2026-01-01 10:00:0{0}.1 | ERROR | train:run:50 - [rank {0}/4] ",
+        "2026-01-01 10:00:0{0},123 ERROR [rank {0}/4] ",
+    ):
+        lines = [head.format(n) + "collective timed out" for n in range(3)]
+        assert explain_lines(
+            [*lines, head.format(3) + "FileNotFoundError: [Errno 2] No such file: '/d/7.bin'"]
+        ).culprits == (3,)
+
+
+def test_the_host_whose_kernel_speaks(explain_lines: Explain) -> None:
+    table = [f"rank {8 + n}: cuda:{n} PCI 0000:{n + 10:02d}:00.0 host gpu-b" for n in range(8)]
+    lost = "[Mon Jan  5 10:00:00 2026] gpu-b kernel: NVRM: Xid (PCI:0000:15:00): 79, GPU has fallen off the bus."
+    assert explain_lines(["world_size=16", *table, timeout(0)[0], lost]).culprits == (13,)
+    assert explain_lines(["world_size=16", *table, timeout(0)[0], lost.replace("gpu-b", "gpu-a")]).culprits == ()
+
+
+def test_the_one_host_whose_link_is_down(explain_lines: Explain) -> None:
+    told = ["gpu-c1: ranks 0-7", "gpu-c2: ranks 8-15", "gpu-c3: ranks 16-23"]
+    down = "[Mon Jan  5 10:00:00 2026] gpu-c3 kernel: mlx5_core 0000:3b:00.0 ens1: Link down"
+    late = [timeout(rank)[0] for rank in (0, 1, 8)]
+    assert explain_lines([*told, down, *late]).culprits == tuple(range(16, 24))
+    assert explain_lines([*told, down, down.replace("down", "up"), *late]).culprits == ()
+    assert explain_lines([*told, down, down.replace("c3", "c2"), *late]).culprits == ()
+
+
+def test_processes_and_pods_that_have_ended(explain_lines: Explain) -> None:
+    lines = [
+        "worker[1] global_rank=10 local_rank=2 host=h1 pid=3302",
+        "worker[1] pid 3302 exited: signal 9 (SIGKILL)",
+        timeout(0)[0],
+    ]
+    assert explain_lines(lines).culprits == (10,)
+    assert explain_lines(["shell: rank 3 (pid 77) on n1 exited with signal 11"]).culprits == (3,)
+    pods = [
+        "$ kubectl get pods",
+        "job-worker-0 1/1 Running 0",
+        "job-worker-2 0/1 OOMKilled 0",
+        "$ kubectl logs job-worker-2",
+        "RANK=2 WORLD_SIZE=4 LOCAL_RANK=0",
+        "$ ls",
+        timeout(0)[0],
+    ]
+    assert explain_lines(pods).culprits == (2,)
