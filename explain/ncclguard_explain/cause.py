@@ -130,7 +130,8 @@ ADVICE_EVALUATION_IN_PART = tr(
 
 #: That of a call that differs, and of which a rank was aborted that is not known to be the odd one.
 ADVICE_ABORTED_BY_OTHERS = tr(
-    "{compare} gloo aborts a rank that is sent more than it expects (SIGABRT): who called less, which may be right.",
+    "{compare} gloo aborts (SIGABRT) a rank that is sent more than it expects: the one that is gone made a smaller "
+    "call, and is not to blame for that.",
     compare=_COMPARE,
 )
 

@@ -849,7 +849,10 @@ def _left_at(left: Departure) -> str:
     """Return where the program of a rank was when it was ended, by its exception or its stack; empty where unknown."""
     stack = _frames(left.details.get("stack"))
     own = innermost_of_program(stack)
-    return left.text.partition(" at ")[2] or ("" if own is None else stack[own].partition(": ")[0])
+    place = left.text.partition(" at ")[2]
+    if not place and own is not None:
+        return stack[own]
+    return next((frame for frame in stack if place and frame.startswith(f"{place}: ")), place)
 
 
 def _not_issued(channel: str, verdict: Verdict, departed: Mapping[int, Departure]) -> list[int]:

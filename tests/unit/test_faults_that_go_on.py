@@ -228,7 +228,7 @@ def test_sigterm_on_a_call_that_waits_says_who_had_not_come() -> None:
     verdict = decide(0, (0, 1, 2), reports, left, {})
     incident = Incident.from_json(summarise(verdict, reports, left, {}, GroupState("0", 0, (0, 1, 2))))
     assert incident.culprits == ()
-    assert "with SIGTERM; rank 1 had not come to it, interrupted at train.py:8 in save." in incident.summary
+    assert "with SIGTERM; rank 1 had not come to it, interrupted at train.py:8 in save: write()." in incident.summary
 
 
 def test_who_was_aborted_by_what_the_others_sent_stands_in_the_panel() -> None:
@@ -239,7 +239,7 @@ def test_who_was_aborted_by_what_the_others_sent_stands_in_the_panel() -> None:
     reports = {rank: entered(rank) for rank in (1, 2)}
     incident = Incident.from_json(summarise(verdict, reports, left, {}, WatchState("watch", 1, (0, 1, 2))))
     assert "ended since: process 7 of rank 0 on vm has ended: killed by SIGABRT" in str(incident)
-    assert "gloo aborts a rank that is sent more than it expects" in incident.advice
+    assert "gloo aborts (SIGABRT) a rank that is sent more than it expects" in incident.advice
     calm = Incident.from_json(summarise(verdict, reports, {}, {}, WatchState("watch", 1, (0, 1, 2))))
     assert "ended since" not in str(calm)
     assert "SIGABRT" not in calm.advice
