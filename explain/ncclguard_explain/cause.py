@@ -46,7 +46,7 @@ MEANING = {
     Cause.LOST: tr("its process or host is gone"),
     Cause.STUCK: tr("its process exists, but its interpreter does not run"),
     Cause.NETWORK: tr("every rank was there; the transfer itself stalled or broke"),
-    Cause.UNKNOWN: tr("there is no evidence"),
+    Cause.UNKNOWN: tr("nothing tells whose fault it was"),
 }
 
 SEE_LOST = tr("See the launcher's and the kernel's log of its host (exit code, out-of-memory killer, Xid).")
