@@ -156,7 +156,7 @@ class WatchState(GroupState):
     def _made_at(self, call: Pending) -> dict[str, object]:
         """Return the stack in which a call was made, as torch has recorded it, or none: the present one is of later."""
         with self.reading:
-            entry = self.recorder.stacks(call.channel).get(call.sequence, {})
+            entry = self.recorder.stacks().get(call.channel, {}).get(call.sequence, {})
         if not entry.get("frames"):
             return {"stack": [], "threads": []}
         place, stack = recorded_stack(entry["frames"])
@@ -167,13 +167,12 @@ class WatchState(GroupState):
     def _places(self, calls: Sequence[Pending]) -> dict[str, dict[str, str]]:
         """Return by channel and line of the program the numbers of the calls that it has made."""
         found: dict[str, dict[str, list[int]]] = {}
-        for channel in dict.fromkeys(call.channel for call in calls):
-            with self.reading:
-                entries = self.recorder.stacks(channel)
-            for call in calls:
-                frames = entries.get(call.sequence, {}).get("frames") if call.channel == channel else None
-                if frames:
-                    found.setdefault(channel, {}).setdefault(recorded_line(frames), []).append(call.sequence)
+        with self.reading:
+            stacks = self.recorder.stacks()
+        for call in calls:
+            frames = stacks.get(call.channel, {}).get(call.sequence, {}).get("frames")
+            if frames:
+                found.setdefault(call.channel, {}).setdefault(recorded_line(frames), []).append(call.sequence)
         return {channel: {place: ranges(n) for place, n in places.items()} for channel, places in found.items()}
 
     def torchs_own(self) -> Watched:

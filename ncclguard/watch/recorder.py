@@ -301,19 +301,19 @@ class Recorder:
                     found[channel] = Calls(channel, own.ranks, of_it, recorder, since=own.since, whole=whole)
         return found
 
-    def stacks(self, channel: str) -> dict[int, dict[str, Any]]:
-        """Return the last collectives of a channel, by number, with the "frames" in which each was called.
+    def stacks(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Return the last collectives, by channel and number, with the "frames" in which each was called.
 
         Takes a little longer than `observe`.
         """
-        own = self._channels.get(channel)
-        entries = [] if own is None else torch_compat.recorded_stacks(own.recorder)
-        return {
-            int(entry["collective_seq_id"]): entry
-            for entry in entries
-            if own is not None and entry["process_group"][0] == own.name and not entry.get("is_p2p")
-            and int(entry.get("time_created_ns") or 0) >= own.since
-        }  # fmt: skip
+        found: dict[str, dict[int, dict[str, Any]]] = {}
+        for recorder in self._recorders:
+            entries, _ = _by_group(torch_compat.recorded_stacks(recorder))
+            for channel, own in self._channels.items():
+                of_it = entries.get(own.name, ()) if own.recorder == recorder else ()
+                new = [entry for entry in of_it if int(entry.get("time_created_ns") or 0) >= own.since]
+                found.setdefault(channel, {}).update({int(entry["collective_seq_id"]): entry for entry in new})
+        return found
 
     def _learn_groups(self) -> None:
         now = time.time_ns()
