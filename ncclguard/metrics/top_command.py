@@ -127,7 +127,10 @@ def build_parser() -> argparse.ArgumentParser:
 def view(job: str, statuses: Mapping[int, dict[str, Any] | str]) -> Group:
     """Build the picture of this host's ranks; a text in `statuses` stands for a rank that did not answer."""
     answers = {rank: status for rank, status in statuses.items() if not isinstance(status, str)}
-    parts: list[RenderableType] = [_title(job, statuses, answers), *_verdicts(answers), _ranks(statuses)]
+    verdicts = _verdicts(answers)
+    parts: list[RenderableType] = [_title(job, statuses, answers), *verdicts, _ranks(statuses)]
+    if not verdicts and any(call["late"] for each in answers.values() for call in each["snapshot"]["open"]):
+        parts.append(Text(told("who has not come: ncclguard top --all"), style="yellow"))
     if answers:
         first = answers[min(answers)]
         parts += _slow(first)
