@@ -130,7 +130,7 @@ def view(job: str, statuses: Mapping[int, dict[str, Any] | str]) -> Group:
     verdicts = _verdicts(answers)
     parts: list[RenderableType] = [_title(job, statuses, answers), *verdicts, _ranks(statuses)]
     if not verdicts and any(call["late"] for each in answers.values() for call in each["snapshot"]["open"]):
-        parts.append(Text(told("who has not come: ncclguard top --all"), style="yellow"))
+        parts.append(Text(told("who has not come: `ncclguard top --all`"), style="yellow"))
     if answers:
         first = answers[min(answers)]
         parts += _slow(first)
