@@ -39,7 +39,7 @@ class Decision:
 
 
 _MEMORY = ("OutOfMemory", "out of memory", "MemoryError", "Cannot allocate memory", "DefaultCPUAllocator")
-_ENVIRONMENT = ("failed to listen", "ModuleNotFoundError", "ImportError", "PermissionError", "FileNotFoundError", "ConnectionError", "HTTPError",
+_ENVIRONMENT = ("cudaGetDeviceCount", "system not yet initialized", "system has unsupported display driver", "Driver/library version mismatch", "failed to listen", "ModuleNotFoundError", "ImportError", "PermissionError", "FileNotFoundError", "ConnectionError", "HTTPError",
                 "No space left", "Read-only file system", "Stale file handle", "OSError", "CalledProcessError",
                 "killed by signal: Killed", "killed by signal: Bus error",
                 "Failed to initialize the HCCP process", "Device acquire failed", "was built without", "driver on your system is too old", "Error opening", "PytorchStreamWriter failed", "unexpected pos", "Disk quota exceeded", "Input/output error")  # fmt: skip

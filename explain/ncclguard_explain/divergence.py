@@ -132,11 +132,13 @@ def by_counters(evidence: Evidence, world: World) -> Verdict | None:
         # What a rank was in when its peers' limit ran out; it may have come, and waited elsewhere, after that.
         settled = {row.rank for row in waiting if row.seq == at} | {row.rank for row in short}
         short += [
-            Row(fact.rank, fact.group, enqueued=fact.enqueued, facts=[fact])
+            Row(fact.rank, fact.group, enqueued=fact.enqueued, completed=fact.completed, facts=[fact])
             for fact in evidence.of(Kind.DUMP_RECEIVED) + _last_snapshot(evidence, at)
             if fact.rank is not None and fact.rank not in settled
             and fact.enqueued is not None and 0 <= fact.enqueued < at and rows[0].in_group(fact.group)
         ]  # fmt: skip
+        if (alone := _in_one_more(rows, waiting, short, at)) is not None:
+            return alone
         if short and (len(short) <= len(waiting) or world.size == 2):
             ranks = tuple(sorted({row.rank for row in short}))
             reason = tr(
@@ -150,6 +152,31 @@ def by_counters(evidence: Evidence, world: World) -> Verdict | None:
             facts = [fact for row in short for fact in row.facts]
             return Verdict(ranks, Cause.UNKNOWN, "high", "counters", reason, facts)
     return None
+
+
+def _in_one_more(rows: list[Row], waiting: list[Row], short: list[Row], at: int) -> Verdict | None:
+    """One rank alone waits in a call; three others or more have ended all before it, and wait in none."""
+    others = {row.rank for row in short if row.enqueued == row.completed == at - 1}
+    if len(waiting) != 1 or len(others) < 3 or others != {row.rank for row in short} or not waiting[0].spans(None):
+        return None
+    rank = waiting[0].rank
+    reason = tr(
+        "rank {rank} waits alone in {where}; the logs of {others} end without a collective",
+        rank=rank, where=f"#{at}", others=ranks_text(others),
+    )  # fmt: skip
+    overturned = [tr("a line of another rank in the same collective")]
+    facts = [fact for row in waiting for fact in row.facts[:1]]
+    return Verdict(
+        (rank,),
+        Cause.DIVERGED,
+        "medium",
+        "alone",
+        reason,
+        facts,
+        overturned=overturned,
+        work=waiting[0].work,
+        group=waiting[0].group,
+    )
 
 
 def _enriched(works: dict[int, Work]) -> dict[int, Work]:

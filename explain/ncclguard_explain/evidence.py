@@ -219,6 +219,7 @@ class Collector:
         self._columns: dict[tuple[int, str], list[tuple[int, list[int]]]] = {}  # last lines of one kind, their figures
         self._told_world = 0  # by a launcher or a program, and not by the size of a communicator
         self._quoted: set[int] = set()  # inputs that are no logs
+        self._served: set[int] = set()  # inputs in which an engine's workers speak
         self._ended: dict[int, set[int]] = {}  # input -> the ranks that a launcher's table tells
         self._looked = 0
 
@@ -350,6 +351,8 @@ class Collector:
             self._task_wrong.add(index)  # several ranks speak through one task
         if prefix.host and len(evidence.hosts) < 100:
             evidence.hosts.add(prefix.host)
+        if prefix.place and index not in self._served and places.coordinates(prefix.place):
+            self._served.add(index)
         text = record.text
         evidence.replicated |= "torchft" in text
         some = "kubectl" in text or "eplica" in text or "://" in text
@@ -571,6 +574,11 @@ class Collector:
                 fact.rank, fact.rank_basis = known
             elif fact.group_rank is not None and fact.kind in inside:
                 fact.rank, fact.rank_basis = fact.group_rank, "group"
+        trained = {fact.source for fact in evidence.of(*WAITING, Kind.LAUNCHER) if fact.rank is not None}
+        if trained - self._served:  # the log of a job, and beside it that of the server that it asks
+            for fact in evidence.facts:
+                if fact.source in self._served - trained and places.coordinates(fact.place):
+                    fact.rank, fact.rank_basis = None, ""
 
     def _launchers_are_tasks(self, evidence: Evidence) -> bool:
         """Return whether srun started one launcher on each node, which started the ranks there."""

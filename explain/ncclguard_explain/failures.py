@@ -67,7 +67,7 @@ IN_COLLECTIVE = re.compile(
     r"distributed_c10d\.py|_functional_collectives\.py|device_communicators/|custom_all_reduce|pynccl|all_?reduce|all_?gather|broadcast_pyobj"
 )
 # NVIDIA's Xid catalogue: those that point at the GPU, its memory or its link.
-_ECC = re.compile(r"ECC error|(?i:multi[- ]bit ecc|ecc uncorrect)")
+_ECC = re.compile(r"ECC error|uncorrectable NVLink error|(?i:multi[- ]bit ecc|ecc uncorrect)")
 HARDWARE_XIDS = frozenset({48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143})
 
 
@@ -467,7 +467,40 @@ def _raised(evidence: Evidence, world: World) -> list[Fact]:
         raised = [
             fact for fact in raised if fact.rank is not None or fact.name.rsplit(".", 1)[-1] != table[0].name
         ] + table
-    return _on_all_gpus(evidence, world, raised)
+    return _on_all_gpus(evidence, world, raised + _of_their_host(evidence, raised))
+
+
+#: What a host lacks, and with it all the ranks that run there.
+_LACKED = re.compile(
+    r"No such file|not found|No space left|Permission denied|Read-only file|[Ss]tale file|cudaGetDeviceCount|no CUDA-capable|CUDA error: (?:system|initialization)|"
+    r"[Dd]river|NVML|No module named|shared object"
+)
+
+
+def _of_their_host(evidence: Evidence, raised: Sequence[Fact]) -> list[Fact]:
+    """Return the same for the ranks of the same host, where several say that it lacks something and all ended alike."""
+    own = [fact for fact in raised if fact.rank is not None and _LACKED.search(f"{fact.name} {fact.detail}")]
+    ranks = {fact.rank for fact in own}
+    ended = {
+        fact.rank: fact
+        for fact in evidence.of(Kind.LAUNCHER)
+        if fact.rank is not None and fact.local_rank is not None and (fact.number or 0) > 0
+    }
+
+    def node(fact: Fact) -> tuple[int, int]:
+        return fact.source, (fact.rank or 0) - (fact.local_rank or 0)
+
+    there = [ended[rank] for rank in ranks if rank in ended]
+    nodes, codes = {node(fact) for fact in there}, {fact.number for fact in there}
+    if len(ranks) < 2 or len(there) < len(ranks) or len(nodes) != 1 or len(codes) != 1 or not _alike(own):
+        return []
+    heard = WAITING | {Kind.EXCEPTION, Kind.ASYNC_ERROR, Kind.WATCHDOG_EXCEPTION}
+    spoke = {fact.rank for fact in evidence.facts if fact.kind in heard}
+    return [
+        own[0].clone(rank=fact.rank, rank_basis="launcher", file=fact.file, line=fact.line, text=fact.text)
+        for fact in ended.values()
+        if fact.rank not in ranks | spoke and node(fact) in nodes and fact.number in codes
+    ]
 
 
 _IN_TABLE = re.compile(r"(?:\w+\.)*([A-Z]\w*)(?:: (.*))?$")

@@ -53,10 +53,11 @@ _RANGES = re.compile(
     r"(?<![\w.\-])([A-Za-z][\w.\-]*\w)(?:: | ?[=\-]> |(?<=\d) (?:has |holds |runs )?)(?:(?i:node[_ ]rank)[ =:]+(?P<node>\d+),? (?:-> )?)?(?:global )?ranks (\d{1,6})(?:-|\.\.)(\d{1,6})\b"
 )
 #: "10.4.0.11 ranks 0-7", "trt-b slots=8 (ranks 8-15)", "rank 4-7 ip-10-0-2-44", "ranks 8-15: gpu-b".
-_HOST_NAME = r"((?:[A-Za-z][\w.\-]*\d[\w\-]*|\d{1,3}(?:\.\d{1,3}){3})(?<![.\-]))"
+_HOST_NAME = r"((?:[A-Za-z][\w.\-]*\d[\w\-]*|(?<==)[A-Za-z]\w*-[\w\-]*|\d{1,3}(?:\.\d{1,3}){3})(?<![.\-]))"
 _HAS_RANGE = re.compile(
     rf"(?<![\w.\-/:])(?:\w+=)?{_HOST_NAME}(?: slots=\d+)?(?::? | ?[=\-]> ?|: ?)(?:\((?:global )?ranks? (\d{{1,6}})-(\d{{1,6}})\)|(?:global )?ranks? (\d{{1,6}})-(\d{{1,6}})\b)"
 )
+_NUMBERED_NODE = re.compile(r"(?i)\bnode[_ ]rank\b")
 _RANGE_HAS = re.compile(
     rf"\b[Rr]anks? (\d{{1,6}})-(\d{{1,6}})(?: ?: ?| ?[=\-]> ?| @ ?| )(?!in\b|of\b){_HOST_NAME}(?![\w.:/])"
 )
@@ -103,6 +104,9 @@ _SPIED = re.compile(
 _ON_POD = re.compile(r"\b(?:RANK|rank)[ =:]+(\d{1,6})\b.{0,30}?\bpod[ =:]+([a-z0-9][a-z0-9.\-]*[a-z0-9])")
 _OWN_PID = re.compile(r"(?:\[rank \d{1,6}\] ?)?pid[ =:]+(\d{1,9})\b")
 # setproctitle of the engines
+#: A process of which a command prints the environment.
+_RANK_ALONE = re.compile(r"(LOCAL_)?RANK=(\d{1,6})\s*")
+_PID_ALONE = re.compile(r"={0,3} ?(?:pid[ =:]*)?(\d{2,9})\s*={0,3}", re.IGNORECASE)
 _SPIED_PLACE = re.compile(r"(?:^Process |--pid )(\d{1,9}) ?: (?:sglang::scheduler_|VLLM::)(\w+)")
 _OF_SPY = re.compile(r"^Process (\d{1,9}): .*--local[-_]rank[ =](\d{1,4})\b")  # py-spy's head of a dump
 # A group that a trainer and its engines build, by OpenRLHF's and others' words: in it each has its number.
@@ -326,7 +330,9 @@ class RankMap:
             spans = [(one[1], one[3], one[4]) for one in _RANGES.finditer(text) if not _are_local(one)]
             spans += [(host, low, high) for low, high, host in _RANGES_ON.findall(text)]
             spans += [
-                (one[0], one[1] or one[3], one[2] or one[4]) for one in _HAS_RANGE.findall(text) if "node" not in text
+                (one[0], one[1] or one[3], one[2] or one[4])
+                for one in _HAS_RANGE.findall(text)
+                if not _NUMBERED_NODE.search(text)
             ]
             spans += [(host, low, high) for low, high, host in _RANGE_HAS.findall(text)]
             if row := _TABLE.match(text):
@@ -363,6 +369,12 @@ class RankMap:
             if of_bus is not None:
                 on = where or (named[1] if (named := _NAMED_HOST.search(text)) else "")
                 self._gpus.setdefault((on, of_bus), set()).add(f"{buses[0].lower().replace(':', '')}0".lstrip("0"))
+        if "RANK=" in text and (alone := _RANK_ALONE.fullmatch(text)):
+            beside = next((hit for row in following(1) if (hit := _PID_ALONE.fullmatch(row))), None)
+            if beside is not None and alone[1]:
+                _prove(self._local, (scope, int(beside[1])), int(alone[2]))
+            elif beside is not None:
+                self.process(int(beside[1]), int(alone[2]), prefix.host)
         if "ocal" in text and (spied := _OF_SPY.search(text)):
             _prove(self._local, (scope, int(spied[1])), int(spied[2]))
         if "yspy dump for" in text and (dumped := _DUMPED.search(text)) and (dumped[1] or dumped.start() == 0):

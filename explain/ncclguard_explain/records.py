@@ -380,6 +380,7 @@ _OUTER = tuple(
         _SGLANG,
         r"\[(?!rank\d)(?:default|[A-Za-z_]\w*?)(?P<local>\d{1,4})\]:",  # torchrun --tee, with the role's name
         r"\[pod/(?P<pod>[^\]\s]+)\] ?",  # kubectl logs --prefix
+        r"\[(?P<pod>[a-z][a-z0-9]*(?:-[a-z0-9]+)+-\d{1,4})\] (?=\S)",  # stern and others
         r"(?:(?P<container>[A-Za-z][\w./-]*\d[\w./-]*)|[\w./-]+)\s*\|(?: |$)(?!\d)",  # docker compose, SageMaker
         r"[\[(]pid[ =:]?(?P<logged>\d{1,9})[\])]:? ?",  # loggers that print the process
         rf"{_STAMP}(?: std(?:out|err) (?P<cri>[FP]) |\t| )",  # CRI, kubectl, docker
@@ -697,10 +698,21 @@ def _rest(previous: str, line: str) -> str:
 
 
 def _width(lines: Sequence[str]) -> int:
-    """Return the width at which these lines were cut, 0 where nothing says that they were."""
+    """Return the width at which these lines were cut, 0 where nothing says that they were.
+
+    What several ranks print alike has one length by itself: that was cut where its rest follows more than once.
+    """
     lengths = [len(line.rstrip()) for line in lines]
     width = max(lengths, default=0)
-    return width if width >= 60 and lengths.count(width) >= 2 else 0
+    if width < 60 or lengths.count(width) < 2:
+        return 0
+    shapes = {_DIGITS.sub("", line.rstrip()) for line in lines if len(line.rstrip()) == width}
+    rests = [
+        after
+        for line, after in zip(lines, lines[1:])
+        if len(line.rstrip()) == width > len(after.rstrip()) and headless(split_prefix(after).text)
+    ]
+    return width if len(shapes) > 1 or len(rests) > 1 else 0
 
 
 def _alike(first: str, second: str) -> bool:

@@ -391,6 +391,8 @@ def by_stacks(evidence: Evidence, world: World) -> Verdict | None:
                 moved.add(fact.rank)
             inside |= {fact.rank} if any(IN_COLLECTIVE.search(frame) for frame in fact.frames[-5:]) else set()
     outside = set(last) - inside
+    nameless = [fact for fact in evidence.of(Kind.STACK) if fact.rank is None and "MainThread" in fact.text]
+    others = len([fact for fact in nameless if any(map(IN_COLLECTIVE.search, fact.frames[-5:]))])
     # A rank that waits for its device may wait for this collective.
     devices = {rank for rank in outside if WAITS_FOR_DEVICE.search(last[rank].frames[-1])}
     outside -= devices
@@ -408,14 +410,16 @@ def by_stacks(evidence: Evidence, world: World) -> Verdict | None:
         or (fact.source not in there and fact.kind in (Kind.PROGRESS, Kind.ALIVE, Kind.ENDED_BY_LAUNCHER))
         for fact in evidence.facts
     )  # fmt: skip
-    limits = evidence.of(*EXPIRED, Kind.ENGINE_WAIT) or dumped or given_up
+    told = evidence.of(Kind.NOTE, name="stands still") and not moved
+    limits = evidence.of(*EXPIRED, Kind.ENGINE_WAIT) or dumped or given_up or told
     if (
         not limits
         or len(last) < (3 if world.size != 2 else 2)
         or len(last) < (world.size or 0) - (world.size != 2)
         or not outside
         or (
-            3 * len(outside) > len(inside) + len(devices) and not (world.size == 2 and len(outside) == len(inside) == 1)
+            3 * len(outside) > len(inside) + len(devices) + others
+            and not (world.size == 2 and len(outside) == len(inside) == 1)
         )
         or (
             len(devices) > len(inside)

@@ -1314,3 +1314,78 @@ def test_processes_and_pods_that_have_ended(explain_lines: Explain) -> None:
         timeout(0)[0],
     ]
     assert explain_lines(pods).culprits == (2,)
+
+
+def _entry(rank: int, local: int, code: int, first: bool = False) -> list[str]:
+    head = ["Root Cause (first observed failure):"] if first else []
+    return [
+        *head,
+        "[0]:",
+        "  host      : n2",
+        f"  rank      : {rank} (local_rank: {local})",
+        f"  exitcode  : {code} (pid: {50 + rank})",
+        "  error_file: <N/A>",
+        "  traceback : To enable traceback see: x",
+    ]
+
+
+def test_the_ranks_of_a_host_that_lacks_something(explain_lines: Explain) -> None:
+    raised = [
+        row
+        for rank in (4, 6)
+        for row in (
+            f"[rank{rank}]: Traceback (most recent call last):",
+            f'[rank{rank}]:   File "t.py", line 3, in f',
+            f"[rank{rank}]: FileNotFoundError: [Errno 2] No such file or directory: '/nvme/d'",
+        )
+    ]
+    table = ["Failures:", *_entry(5, 1, 1), *_entry(6, 2, 1), *_entry(7, 3, -15), *_entry(4, 0, 1, first=True)]
+    assert explain_lines([*raised, *table], world_size=8).culprits == (4, 5, 6)
+    bad = [row.replace("FileNotFoundError: [Errno 2] No such file or directory", "ValueError: bad") for row in raised]
+    assert explain_lines([*bad, *table], world_size=8).culprits == (4, 6), "no fault of a host"
+    alone = [row for row in table if "rank      : 6" not in row]
+    assert 5 not in explain_lines([*raised, *alone], world_size=8).culprits
+
+
+def test_one_rank_alone_in_a_call_that_the_others_have_not_come_to(explain_lines: Explain) -> None:
+    def heard(rank: int, enqueued: int, completed: int) -> str:
+        return f"{prefix(rank)}{pg(rank)}Received a dump signal due to a collective timeout from  rank 0 and we will try our best to dump the debug info. Last enqueued NCCL work: {enqueued}, last completed NCCL work: {completed}."
+
+    assert explain_lines([*timeout(0, 100), *(heard(rank, 99, 99) for rank in (2, 3, 5))], world_size=8).culprits == (
+        0,
+    )
+    assert explain_lines([*timeout(0, 100), *(heard(rank, 99, 98) for rank in (2, 3, 5))], world_size=8).culprits == ()
+    assert explain_lines([*timeout(0, 100), heard(2, 99, 99)], world_size=8).culprits != (0,)
+
+
+def test_a_server_beside_a_job_has_ranks_of_its_own(explain_lines: Explain) -> None:
+    trainer = [*timeout(0), *_entry(0, 0, -6, first=True)]
+    assigned = "rank {0} in world size 2 is assigned as DP rank 0, PP rank 0, TP rank {0}, EP rank {0}"
+    server = [f"(Worker_TP{n} pid=7{n}) INFO {assigned.format(n)}" for n in range(2)]
+    server += [
+        "(Worker_TP1 pid=71) ERROR 05-06 22:44:02 [w.py:1] Traceback (most recent call last):",
+        '(Worker_TP1 pid=71) ERROR 05-06 22:44:02 [w.py:1]   File "m.py", line 3, in load',
+        "(Worker_TP1 pid=71) ERROR 05-06 22:44:02 [w.py:1] ValueError: no such parameter",
+    ]
+    assert explain_lines({"server.log": server}).culprits == (1,)
+    report = explain_lines({"trainer.log": trainer, "server.log": server}, world_size=4)
+    assert 1 not in report.culprits
+
+
+def test_stacks_of_processes_whose_environment_was_printed(explain_lines: Explain) -> None:
+    def stack(pid: int, frame: str) -> list[str]:
+        return [
+            f"Process {pid}: python t.py",
+            f'Thread {pid} (active): "MainThread"',
+            f"    {frame}",
+            "    fit (t.py:9)",
+        ]
+
+    listed = [row for n in range(1, 4) for row in (f"LOCAL_RANK={n}", f"pid {40 + n}")]
+    inside = "all_reduce (torch/distributed/distributed_c10d.py:39)"
+    stacks = [*stack(40, inside), *stack(41, inside), *stack(42, inside), *stack(43, "_get_data (data.py:8)")]
+    said = "the 4 gpu run froze again at the end, no error at all"
+    assert explain_lines([said, "nnodes=1 nproc_per_node=4", *listed, *stacks]).culprits == (3,)
+    steps = "# job stuck at step 31 since 02:40, 4 procs on one box, what next"
+    ranks = [f"== {40 + n} LOCAL_RANK={n} RANK={n} WORLD_SIZE=4" for n in range(4)]
+    assert explain_lines([steps, *ranks, *stacks]).culprits == (3,)
