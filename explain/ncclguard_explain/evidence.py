@@ -280,6 +280,9 @@ class Collector:
         self.evidence.bytes_read += len(data)
         self._prefixed.setdefault(source.index, set()).update(rank for rank in scanner.ranks if rank < MAX_RANK)
         self._tasks.setdefault(source.index, set()).update(scanner.tasks)
+        hosts = set().union(*scanner.places.values()) if scanner.places else set()
+        if scanner.places and (len(hosts) < 2 or any(len(there) > 1 for there in scanner.places.values())):
+            self._task_wrong.add(source.index)  # each host counts from 0 on, as far as these lines tell
         if final and scanner.cut is not None:
             self.evidence.cut.add(scanner.cut)
         if final and scanner.broken_off and source.index not in self._quoted:

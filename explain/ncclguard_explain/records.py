@@ -876,6 +876,7 @@ _HOST_BYTES = re.compile(
     rb"(?m)^\s*(?:\[1,(\d{1,6})\]<stdout>:|(?:[Rr]ank[ =#]?)?(\d{1,6})(?:: | -> | => | @ | on ))([A-Za-z][\w\-]*\d[\w.\-]*)\s*$"
 )
 _ERROR_HEAD = re.compile(rb"\[rank(\d{1,6})\]:(?:\s?\[[EF][^\n]*)?$")
+_ON_HOST = re.compile(rb"(?m)^([A-Za-z][\w\-]*\d[\w\-]*):(\d{1,5}): \S")
 _TASK = re.compile(rb"^\s*(\d{1,6}): \S", re.MULTILINE)
 
 
@@ -999,6 +1000,7 @@ class Scanner:
         self.started: dict[int, int] = {}  # pid -> its place in what a launcher has started
         self.hosts: dict[int, str] = {}  # rank -> host, of a list
         self.tasks: set[int] = set()
+        self.places: dict[int, set[bytes]] = {}  # a number behind the host in front of lines -> such hosts
         self.cut: int | None = None  # the rank whose error line is the last one: it may have been cut off
         self.open_line = 0  # the number of a last line that has no end
         self.broken_off = ""  # the last line, where it begins like one of an incident and is not finished
@@ -1049,6 +1051,8 @@ class Scanner:
             self.started.update((int(hit[3]), int(hit[1] or hit[2])) for hit in _STARTED_BYTES.finditer(data))
             self.hosts.update((int(hit[1] or hit[2]), hit[3].decode()) for hit in _HOST_BYTES.finditer(data))
         self.tasks.update(int(number) for number in _TASK.findall(data))
+        for host, number in _ON_HOST.findall(data):
+            self.places.setdefault(int(number), set()).add(host)
 
     def _read(self, limit: int) -> Iterator[Record]:
         buffer, number, counted, end = self._buffer, self._line, self._done, self._done

@@ -1389,3 +1389,34 @@ def test_stacks_of_processes_whose_environment_was_printed(explain_lines: Explai
     steps = "# job stuck at step 31 since 02:40, 4 procs on one box, what next"
     ranks = [f"== {40 + n} LOCAL_RANK={n} RANK={n} WORLD_SIZE=4" for n in range(4)]
     assert explain_lines([steps, *ranks, *stacks]).culprits == (3,)
+
+
+def test_numbers_behind_hosts_that_each_counts_are_no_ranks(explain_lines: Explain) -> None:
+    raised = [
+        "a-02:0: Traceback (most recent call last):",
+        'a-02:0:   File "t.py", line 9, in f',
+        "a-02:0: ValueError: bad",
+    ]
+    both = [f"a-0{host}:{n}: | init" for host in (1, 2) for n in range(2)]
+    assert explain_lines([*both, *raised]).culprits == ()
+    assert explain_lines(["world_size=8 nnodes=2", *raised]).culprits == ()
+    told = [f"a-0{1 + n // 2}:{n}: | init" for n in range(4)]
+    assert explain_lines([*told, *(row.replace(":0:", ":3:") for row in raised)]).culprits == (3,)
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["tensor-parallel ranks 0-3 of gpu-2 ready", "gpu-2: local ranks 0-3", "data parallel group ranks 4-7 gpu-2 built"],
+)
+def test_ranges_of_other_numbers_are_no_ranks_of_a_host(explain_lines: Explain, told: str) -> None:
+    assert explain_lines([told, "srun: error: Node failure on gpu-2", "world_size=16"]).culprits == ()
+
+
+def test_several_ranks_that_compile(explain_lines: Explain) -> None:
+    bar = "DeepGEMM warmup:  61%|###   | 99/163 [02:55<01:52, 57.0it/s]"
+    compiles = [
+        row for n in (4, 5) for row in (f"[2026-04-17 21:06:02 TP{n}] DeepGEMM JIT code generation <gemm>", bar)
+    ]
+    gave_up = [f"[2026-04-17 21:09:0{n} TP{n}] RuntimeError: DeepEP error: timeout (dispatch CPU)" for n in range(3)]
+    logs = {"a.log": ["server_args=ServerArgs(tp_size=8)", *gave_up], "b.log": compiles}
+    assert explain_lines(logs, world_size=8).culprits == ()
