@@ -307,7 +307,7 @@ def chinese() -> Iterator[None]:
 
 def english_of(text: str) -> list[str]:
     """Words that follow each other with a space, other than lines of a program and names of commands."""
-    ours = re.sub(r"\w+\.py:\d+ in \w+|`ncclguard hang`", "", text)
+    ours = re.sub(r"\w+\.py:\d+ in \w+|`ncclguard (?:hang|top --all)`", "", text)
     return re.findall(r"[A-Za-z]{2,} [a-z]{2,}", ours)
 
 
