@@ -834,7 +834,9 @@ def _mark_stepped_over(evidence: Evidence) -> None:
         return
     last = max(there, key=lambda fact: max(fact.line, fact.until))
     end = max(max(fact.line, fact.until) + 2 * len(fact.frames) for fact in there)
-    if _steps_on(last, end, steps):
+    begun = [one for one in evidence.of(Kind.NOTE, name="resumed") if one.source == last.source and one.line > end]
+    after = {one.number for one in steps if begun and one.source == last.source and one.line > begun[-1].line}
+    if _steps_on(last, end, steps) or len(after - {None}) > _MANY:
         for fact in accusing:
             fact.kind = Kind.RETRIED
 
@@ -914,8 +916,14 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
     a rank whose lines have no prefix may have raised while another one went on.
     """
     ignored = {(note.source, note.line + 1) for note in evidence.of(Kind.NOTE, name="ignored")}
+    unseen = [fact for fact in evidence.of(Kind.EXCEPTION) if (fact.source, fact.line) in ignored]
     for fact in evidence.of(Kind.EXCEPTION):
-        if _is_of_text(fact) or (fact.source, fact.line) in ignored:
+        last = any(  # the last line of such a traceback, which has a row of its own
+            (one.source, one.detail) == (fact.source, fact.detail)
+            and one.line <= fact.line <= one.line + 3 * len(one.frames) + 2
+            for one in unseen
+        )
+        if _is_of_text(fact) or last:
             fact.kind = Kind.RETRIED
     anew = {(fact.source, fact.line) for fact in evidence.of(Kind.RETRIED)}
     for fact in evidence.of(Kind.GLOO_CLOSED):  # of a connection that is tried anew

@@ -49,6 +49,7 @@ _CLOSED = re.compile(
     rb"(?i)\b(?:status|state|resolution)[ \t]*[:=][ \t]*(?:done|closed|resolved|fixed)\b|\b(?:post-?mortem|incident (?:report|review)|retrospective)\b[^\n]{0,80}\b(?:closed|resolved|done|final)\b"
 )
 _MAIL = re.compile(rb"(?m)^(?:From|To|Subject|Date|Cc): \S")
+_HYPERTEXT = re.compile(rb"(?i)\s*(?:<!doctype html|<html\b)[\s\S]{0,2000}?<(?:title|h1)\b")
 #: A change of sources.
 _CHANGE = re.compile(rb"\s*(?:diff --git a/|Index: \S+\r?\n={10}|--- a/\S+\r?\n\+\+\+ b/|From [0-9a-f]{40} )")
 #: What somebody cites of others in a chat.
@@ -84,7 +85,7 @@ _COMMIT = re.compile(rb"[0-9a-f]{7,40} ")
 #: Names of documents that quote messages; a text of any name may be a log where its end does not say what it is.
 _NAMED = re.compile(
     r"(?:.*/)?(?:[\w\-]*[_\-.])?(?i:readme|runbook|playbook|troubleshoot(?:ing)?|faq|known[_\-]?(?:issues|errors)|how-?to|handbook|change-?log|release[_\-]?notes|"
-    r"cheat[_\-]?sheet|post-?mortem)(?:[_\-][\w\-]*)?\.(?i:md|rst|adoc|html?)"
+    r"cheat[_\-]?sheet|post-?mortem|changes|news)(?:[_\-][\w\-]*)?\.(?i:md|rst|adoc|html?|ya?ml|txt)"
 )
 
 
@@ -177,6 +178,13 @@ def _are_tests(data: bytes) -> bool:
     return passed and b"FAILED (" not in data and _LAUNCHES.search(data) is None
 
 
+def _is_hypertext(data: bytes) -> bool:
+    """Return whether an input is a page of the web, or a notebook without what its cells have printed."""
+    if _HYPERTEXT.match(data) is not None:
+        return _LAUNCHES.search(data) is None and _PROGRAM.search(data) is None and b"[rank" not in data
+    return b'"cell_type"' in data[:400] and b'"output_type"' not in data
+
+
 def _is_list(data: bytes) -> bool:
     if not data or b"\n" not in data.strip() or _LIST.fullmatch(data) is None:
         return False
@@ -190,7 +198,7 @@ def what_it_is(name: str, data: bytes) -> Message | None:
         return tr("{name}: a program, and no log", name=name)
     if name.endswith((".po", ".pot")):
         return tr("{name}: a catalogue of translations, and no log", name=name)
-    if _NAMED.fullmatch(name) or _is_page(data) or _is_explanation(data) or _is_search(data):
+    if _NAMED.fullmatch(name) or _is_hypertext(data) or _is_page(data) or _is_explanation(data) or _is_search(data):
         return tr("{name}: a page about errors, and no log", name=name)
     if _is_conversation(data):
         return tr("{name}: people quote messages in it: give the log that they speak of", name=name)

@@ -376,7 +376,7 @@ _OUTER = tuple(
         r"\[(?:(?:\d+|prterun-[\w.\-]+@\d+),)?(?:mpirank:)?(?P<task>\d{1,6})(?:,[^\]]*)?\]<std(?:out|err)>:\s?",  # mpirun --tag-output, SageMaker, horovodrun
         r"\s*(?P<srun>\d{1,6}): (?=\S)",  # srun -l
         r"\[(?P<host>[A-Za-z][\w.\-]*):(?P<place>\d{1,6})\]:\s?",
-        r"(?P<onhost>[A-Za-z][\w\-]*\d[\w\-]*):(?P<ontask>\d{1,5}): (?=\S)",  # a host and its task
+        r"(?=[a-zA-Z\-]{1,40}\d)(?P<onhost>[\w\-]{2,60}):(?P<ontask>\d{1,5}): (?=\S)",  # a host and its task
         _SGLANG,
         r"\[(?!rank\d)(?:default|[A-Za-z_]\w*?)(?P<local>\d{1,4})\]:",  # torchrun --tee, with the role's name
         r"\[pod/(?P<pod>[^\]\s]+)\] ?",  # kubectl logs --prefix
@@ -393,7 +393,7 @@ _OUTER = tuple(
         r"[Rr]ank[ _=:\-]?(?P<own>\d{1,6}): ",
         # Loggers of programs: loguru's, and Python's with the level in front.
         r"(?:\| )?(?:TRACE|DEBUG|INFO|SUCCESS|WARNING|ERROR|CRITICAL)(?: +\| [\w.<>]+:[\w.<>]+:\d+ -)? +\[rank (?P<own>\d{1,6})/\d{1,6}\]:? (?=\S)",
-        r"(?:\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d [\d:]{8} \d{4}\] |\[ *\d+\.\d+\] )?(?P<syshost>[A-Za-z][\w.\-]*\w) kernel: (?:\[ *\d+\.\d+\] )?(?=\S)",
+        r"(?:\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d [\d:]{8} \d{4}\] |\[ *\d+\.\d+\] )?(?P<syshost>[A-Za-z][\w.\-]{1,60}) kernel: (?:\[ *\d+\.\d+\] )?(?=\S)",
         r"(?:\[[\d/:\-]+\] )?\[TRT-LLM\] ?(?:\[\w+\] ?){0,2}\[RANK (?P<mpi>\d{1,6})\] (?:\[[A-Z]\] )?",
         r"(?:[0-9a-f]{6,12} \|\| )?\[rank=(?P<determined>\d{1,6})\] ",  # Determined
         r"rank=(?P<pairs>\d{1,6}) (?:[\w.\-]+=\S+ ){0,4}(?=(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL) )",  # loggers of pairs
@@ -415,7 +415,7 @@ _OF_HEADS = ("[rank", ".cpp:", ".hpp:", ".cc:", "] NCCL ", " NCCL WARN", "Traceb
 _INNER = re.compile(r"\[rank\d{1,6}\]|\[[EWIF]\d{3,4} |\[[EWIF] \w+\.cpp|[EWIF]\d{4} \d\d:\d\d:\d\d")
 #: A line that begins like this goes on nothing.
 _STARTS = re.compile(
-    r"[$+]+ [\w./]|(?:dmesg: )?\[ *\d+\.\d{1,9}\] |\S+ kernel: |NVRM: |\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
+    r"[$+]+ [\w./]|(?:dmesg: )?\[ *\d+\.\d{1,9}\] |\S{1,60} kernel: |NVRM: |\s*(?:\[rank\d+\]|\[[EWIF](?:\d{3,4})? |[EWIF]\d{4} \d\d:|Traceback \(|terminate called|what\(\): |File \"|"
     r"Exception raised from|frame #\d|Root Cause|Thread 0x|(?:mpirun|prterun|mpiexec) |Subprocess \w+_\d+ \(pid|Fatal Python|[\w.\-]+:\d+:\d+ \[\d+\] |srun: |slurmstepd: |\S+: line \d+: |[\w.\-]+: rank \d+ died from |"
     r"\[?(?:INFO|WARNING|ERROR|DEBUG|WARN|CRITICAL)[: \]]|(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |\{\"|<<<<|={4}|-{4})"
 )
@@ -876,7 +876,7 @@ _HOST_BYTES = re.compile(
     rb"(?m)^\s*(?:\[1,(\d{1,6})\]<stdout>:|(?:[Rr]ank[ =#]?)?(\d{1,6})(?:: | -> | => | @ | on ))([A-Za-z][\w\-]*\d[\w.\-]*)\s*$"
 )
 _ERROR_HEAD = re.compile(rb"\[rank(\d{1,6})\]:(?:\s?\[[EF][^\n]*)?$")
-_ON_HOST = re.compile(rb"(?m)^([A-Za-z][\w\-]*\d[\w\-]*):(\d{1,5}): \S")
+_ON_HOST = re.compile(rb"(?m)^(?=[a-zA-Z\-]{1,40}\d)([\w\-]{2,60}):(\d{1,5}): \S")
 _TASK = re.compile(rb"^\s*(\d{1,6}): \S", re.MULTILINE)
 
 

@@ -334,3 +334,22 @@ def test_what_is_quoted_in_other_ways(explain_lines: Explain, lines: list[str]) 
 )
 def test_what_only_looks_like_a_quotation(explain_lines: Explain, line: str) -> None:
     assert explain_lines([line, "3f2a9c1b7d0e ok"]).culprits == (3,)
+
+
+@pytest.mark.parametrize(
+    "name, lines",
+    [
+        ("changes.yml", ["- version: 2.1", f'  fixed: "{LATE}"']),
+        ("page.html", ["<html><head><title>Errors</title></head>", f"<pre>{MEMORY[9:]}</pre>"]),
+        ("a.ipynb", ['{"cells":[{"cell_type":"markdown","source":["RuntimeError: CUDA out of memory"]}]}']),
+    ],
+)
+def test_other_documents(explain_lines: Explain, name: str, lines: list[str]) -> None:
+    assert not explain_lines({name: lines, "run.log": ["step 3 loss 1.1"]}).incident
+
+
+def test_a_page_that_holds_the_output_of_a_job_is_a_log(explain_lines: Explain) -> None:
+    page = ["<html><head><title>Console</title></head><pre>", LATE, "</pre>"]
+    assert explain_lines({"console.html": page}).incident
+    cells = '{"cells":[{"cell_type":"code","outputs":[{"output_type":"stream","text":["RuntimeError: CUDA error: misaligned address"]}]}]}'
+    assert explain_lines({"a.ipynb": [cells, "import torch.distributed"]}).incident

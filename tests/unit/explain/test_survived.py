@@ -862,3 +862,22 @@ def test_a_connection_that_is_tried_anew(explain_lines: Explain) -> None:
         [*ranks, "[rank0]: batch 64 does not fit on all ranks, retrying with 32", read, *steps]
     ).incident
     assert explain_lines([*ranks, "[rank0]: retrying with 32", read]).incident
+
+
+def test_a_job_that_begins_again_where_it_was_and_steps_on(explain_lines: Explain) -> None:
+    waited = "[RankMonitorServer:3] Did not get subsequent heartbeat. Waited 300.00 seconds."
+    steps = [f"step {n} loss 1.{n}" for n in range(900, 909)]
+    assert not explain_lines([waited, "resuming from step 900", *steps]).incident
+    assert explain_lines([waited, "resuming from step 900", *steps[:3]]).incident
+    assert explain_lines([waited, "resuming from step 900", *steps, *timeout(3)]).incident
+
+
+def test_the_whole_traceback_that_nobody_sees(explain_lines: Explain) -> None:
+    ignored = [
+        "Exception ignored in: <function S.__del__ at 0x7f>",
+        "Traceback (most recent call last):",
+        '  File "z.py", line 3, in __del__',
+        "zmq.error.ZMQError: not a socket",
+    ]
+    assert not explain_lines(["step 1 loss 2", *ignored]).incident
+    assert explain_lines(["step 1 loss 2", *ignored[1:]]).incident
