@@ -97,14 +97,14 @@ def _is_conversation(data: bytes) -> bool:
     ]
     said = said or [(found[1], 0, 0) for found in _SAYS.finditer(data)]
     names = {name for name, _, _ in said}
+    if len(said) < 4 or data.count(b"\n") >= 10 * len(said):
+        return False
     over = _is_over(data)
     times = [(hour + 12 * (hour < said[0][1]), minute) for _, hour, minute in said]  # it may become one o'clock
     return (
-        len(said) > 3
-        and (over or any(hour or minute for _, hour, minute in said))
+        (over or any(hour or minute for _, hour, minute in said))
         and 1 < len(names) < len(said)
         and times == sorted(times)
-        and data.count(b"\n") < 10 * len(said)
         and (b"\n> " in data or b"`" in data or over)
         and _UNWELL.search(data) is None
         and _PRINTS.search(
