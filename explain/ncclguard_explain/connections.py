@@ -100,7 +100,10 @@ def by_port(evidence: Evidence, world: World) -> Verdict | None:
 
 
 def by_link(evidence: Evidence, world: World) -> Verdict | None:
-    """The kernel of one host alone says that a card has lost its link, which has not come up again; others fail."""
+    """The kernel of one host alone says that a card has lost its link, which has not come up again.
+
+    Hosts have cards that are not used: so all ranks of the other hosts, and only they, say that they waited.
+    """
     down = [
         fact for fact in evidence.of(Kind.NIC) if _DOWN.search(fact.detail) and _CARD.match(fact.detail) and fact.where
     ]
@@ -109,9 +112,9 @@ def by_link(evidence: Evidence, world: World) -> Verdict | None:
     if len(hosts) != 1 or any(fact.detail.startswith(one) for fact in down for one in up):
         return None
     ranks = evidence.ranks.ranks_on(hosts.pop(), evidence.local_size)
-    others = {fact.rank for fact in evidence.of(*EXPIRED, Kind.ASYNC_ERROR, Kind.WATCHDOG_EXCEPTION)} - {None} - ranks
+    failed = {fact.rank for fact in evidence.of(*EXPIRED, Kind.ASYNC_ERROR, Kind.WATCHDOG_EXCEPTION)} - {None}
     size = max(world.size or 0, 1 + max((rank for there in evidence.ranks.hosts.values() for rank in there), default=0))
-    if not ranks or not others or 2 * len(ranks) > size:
+    if not ranks or 2 * len(ranks) > size or failed != {*range(size)} - ranks:
         return None
     reason = tr(
         "the port of {ranks} has lost its link, and other hosts get no answer from a peer", ranks=ranks_text(ranks)

@@ -199,7 +199,8 @@ def by_unfinished(evidence: Evidence, world: World) -> Verdict | None:
     for note in evidence.of(Kind.NOTE, name="compiles"):
         own = [fact for fact in bars if fact.source == note.source and fact.line > note.line]
         last = max(own, key=lambda fact: fact.line, default=None)
-        if note.rank is not None and last is not None and (last.number or 0) < 100:
+        later = [one for one in evidence.facts if one.rank == note.rank and last is not None and one.line > last.line]
+        if note.rank is not None and last is not None and (last.number or 0) < 100 and not later:
             behind[note.rank] = last
     if not waits or len(behind) != 1 or behind.keys() & waiting or len(waiting) < 2:
         return None

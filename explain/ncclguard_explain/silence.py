@@ -77,9 +77,14 @@ def by_silence(evidence: Evidence, world: World) -> Verdict | None:
     begun = min((fact.line for fact in facts), default=0)
     bars = [fact for fact in evidence.of(Kind.PROGRESS, Kind.ALIVE) if fact.rank is None and fact.line > begun]
     unheard: tuple[int, ...] = ()
-    if (
-        bars and 0 in silent and len(silent) > 1 and not said & (set(silent) - {0})
-    ):  # one is at work, others never spoke
+    # One is at work, with what it was at before, and others never spoke.
+    earlier = [fact for fact in evidence.of(Kind.PROGRESS, Kind.ALIVE) if fact.rank is None and fact.line <= begun]
+    goes_on = any(
+        all((fact.number or 0) > (one.number or 0) for one in earlier if one.name == fact.name)
+        and any(one.name == fact.name for one in earlier)
+        for fact in bars
+    )
+    if goes_on and 0 in silent and len(silent) > 1 and not said & (set(silent) - {0}):
         silent, unheard = (0,), silent[1:]
     kinds = {fact.kind for fact in facts}
     if not waiting or not silent or (kinds <= {Kind.GLOO_CLOSED} and len(waiting) + len(silent) < size):

@@ -1166,10 +1166,36 @@ def test_a_host_and_its_task_in_front_of_lines(explain_lines: Explain) -> None:
 
 def test_who_is_silent_beside_one_that_is_at_work(explain_lines: Explain) -> None:
     late = [line for rank in range(1, 7) for line in timeout(rank, 1)]
-    bar = "Running tokenizer: 95%|#########5| 950/1000 [30:15<01:31, 5.02 examples/s]"
-    report = explain_lines([*late, bar], world_size=8)
+    begun, bar = (f"Running tokenizer: {n}%|####| {n}/100 [30:15<01:31, 5.02 examples/s]" for n in (92, 95))
+    report = explain_lines([begun, *late, bar], world_size=8)
     assert report.culprits == (0,) and report.suspects == (7,)
     assert explain_lines(late, world_size=8).culprits == (0, 7)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "Training:  42%|####| 841/2000 [26:51<37:01, 1.2s/it]",
+        "wandb: uploading:  61%|####| 61/100 [01:01<00:39, 1.0it/s]",
+    ],
+    ids=["the same bar, closed", "another one"],
+)
+def test_a_bar_that_does_not_go_on_tells_of_no_rank_at_work(explain_lines: Explain, after: str) -> None:
+    """The log of the other host is missing, so that half of the ranks are never heard."""
+    late = [line for rank in (1, 2, 3) for line in timeout(rank, 1)]
+    before = "Training:  42%|####| 841/2000 [16:49<23:11, 1.2s/it]"
+    assert explain_lines([before, *late, after], world_size=8).culprits == ()
+
+
+@pytest.mark.parametrize(("silent", "named"), [((1,), (1,)), ((4, 5, 6, 7), (4, 5, 6, 7))])
+def test_a_link_that_was_down_at_boot_accuses_only_a_host_that_nobody_hears(
+    explain_lines: Explain, silent: tuple[int, ...], named: tuple[int, ...]
+) -> None:
+    """A second port is unused on most hosts."""
+    hosts = ["gpu-01 ranks 0-3", "gpu-02 ranks 4-7"]
+    boot = "Oct 18 08:01:12 gpu-02 kernel: [   22.114523] mlx5_core 0000:3b:00.1 enp59s0f1np1: Link down"
+    late = [line for rank in range(8) if rank not in silent for line in timeout(rank, 4412)]
+    assert explain_lines([*hosts, boot, *late], world_size=8).culprits == named
 
 
 def test_logs_of_hosts_in_one_file_are_told_apart_by_their_times(explain_lines: Explain) -> None:
@@ -1290,7 +1316,7 @@ def test_the_host_whose_kernel_speaks(explain_lines: Explain) -> None:
 def test_the_one_host_whose_link_is_down(explain_lines: Explain) -> None:
     told = ["gpu-c1: ranks 0-7", "gpu-c2: ranks 8-15", "gpu-c3: ranks 16-23"]
     down = "[Mon Jan  5 10:00:00 2026] gpu-c3 kernel: mlx5_core 0000:3b:00.0 ens1: Link down"
-    late = [timeout(rank)[0] for rank in (0, 1, 8)]
+    late = [timeout(rank)[0] for rank in range(16)]
     assert explain_lines([*told, down, *late]).culprits == tuple(range(16, 24))
     assert explain_lines([*told, down, down.replace("down", "up"), *late]).culprits == ()
     assert explain_lines([*told, down, down.replace("c3", "c2"), *late]).culprits == ()
