@@ -30,6 +30,7 @@ _FOLLOWS = re.compile(
     r"|coordination service|(?i:\bbarrier\b.{0,120}(?:timed out|deadline.?exceeded)|(?:timed out|deadline.?exceeded).{0,80}\bbarrier\b)|heartbeat|Broken promise|NPU function error|HCCL|hccl api failed|CheckpointException"
     r"|expects same model across all ranks|connectFullMesh failed|Horovod has been shut down|no live replica|no response from peer|Hang detected on rank|ranks arrived|(?:[Mm]issing|[Aa]bsent) ranks|memory capacity is unbalanced|Insufficient space in /dev/shm|placement group|Server failed to become healthy|is not ready after|DeadLock detected"
     r"|RemoteDisconnected|[Ss]erver ?[Dd]isconnected|Remote end closed|[Cc]onnection attempts failed|StatusCode\.UNAVAILABLE"
+    r"|\bother (?:ranks?|workers?|peers?|nodes?|hosts?) (?:that |which )?(?:did|do|does|have|has|had)(?: not\b|n.t\b)"
     r"|peer (?:has |may have )?(?:closed|disconnected|exited)|NRT_TIMEOUT|workspace wait failed"
     r"|[Cc]ollective (?:call|op|operation)s? (?:has |have |was |were )?(?:returned|failed|aborted|interrupted)|sync_global_devices name mismatch|status: (?:Cancelled|DeadlineExceeded)"
     r"|MODULE:PT_BRIDGE Exception in \w+ thread|peer (?:rank )?(?:has )?(?:crashed|failed|died)|The Inner error is reported as above|ACL stream synchronize failed(?!.{0,20}error code)|MPI_ERR_(?:OTHER|INTERN|PROC_FAILED)|syn(?:Event|Stream)Synchronize timeout|ndpoint is not connected|[Rr]equest cancell?ed|lease expired"

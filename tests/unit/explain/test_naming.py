@@ -1446,3 +1446,19 @@ def test_several_ranks_that_compile(explain_lines: Explain) -> None:
     gave_up = [f"[2026-04-17 21:09:0{n} TP{n}] RuntimeError: DeepEP error: timeout (dispatch CPU)" for n in range(3)]
     logs = {"a.log": ["server_args=ServerArgs(tp_size=8)", *gave_up], "b.log": compiles}
     assert explain_lines(logs, world_size=8).culprits == ()
+
+
+def test_who_says_that_others_did_not_finish_accuses_them(explain_lines: Explain) -> None:
+    other = "TP rank 1 could finish the model loading, but there are other ranks that didn't finish loading."
+    report = explain_lines(
+        [
+            "[2025-03-18 08:16:33 TP3] Scheduler hit an exception: Traceback (most recent call last):",
+            '  File "loader.py", line 9, in read',
+            "OSError: [Errno 5] Input/output error",
+            "[2025-03-18 08:22:52 TP1] Scheduler hit an exception: Traceback (most recent call last):",
+            '  File "runner.py", line 9, in load',
+            f"ValueError: {other} It is likely due to unexpected failures (e.g., OOM) or a slow node.",
+        ],
+        world_size=4,
+    )
+    assert report.culprits == (3,), report.summary
