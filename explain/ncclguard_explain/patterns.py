@@ -565,7 +565,7 @@ ROWS: tuple[Row, ...] = (
         (("node1:4000:4100 [0] NCCL INFO [Service thread] Connection closed by localRank 7", {"local_rank": 7, "pid": 4000}),)),
     Row(Kind.NOTE, "NCCL src/init.cc, 2.4 to 2.30", rf"{_HOST}?NCCL INFO comm \S+ rank (?P<number>\d+)(?: n[Rr]anks (?P<completed>\d+))?.*?(?:Abort COMPLETE|abort COMPLETE)", "bort COMPLETE",
         (("node1:4000:4100 [0] NCCL INFO comm 0x55 rank 3 nranks 8 cudaDev 3 busId 7000 - Abort COMPLETE", {"number": 3, "completed": 8}),), fields={"name": "abort_complete"}),
-    Row(Kind.NCCL_WARN, "NCCL 2.3 to 2.30, all files", rf"{_HOST}?(?:\S+:\d+ )?NCCL WARN (?P<detail>.*)", "NCCL WARN",
+    Row(Kind.NCCL_WARN, "NCCL 2.3 to 2.30, all files", rf"{_HOST}?(?:\S+:\d+ )?NCCL WARN (?P<detail>(?!.*\bfalling back\b).*)", "NCCL WARN",
         (("node1:1:2 [0] transport/net_ib.cc:839 NCCL WARN NET/IB : Got completion with error 12, opcode 1, len 0, vendor err 129", {"name": "ib", "number": 12}),), more=_warning),
     Row(Kind.NCCL_WARN, "aws-ofi-nccl, 1.4 to 1.14", r"NET/OFI (?P<detail>.{0,200}?(?:completed with error|UNDELIVERABLE|RC: -?\d+).*)", "NET/OFI",
         (("NET/OFI Request 0x7f completed with error. RC: 113. Error: 6 (UNDELIVERABLE). Completed length: 0", {"name": "ib"}),), more=lambda found, text, fact: fact.clone(name="ib")),

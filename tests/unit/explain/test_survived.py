@@ -881,3 +881,11 @@ def test_the_whole_traceback_that_nobody_sees(explain_lines: Explain) -> None:
     ]
     assert not explain_lines(["step 1 loss 2", *ignored]).incident
     assert explain_lines(["step 1 loss 2", *ignored[1:]]).incident
+
+
+def test_nccl_warns_of_what_it_does_instead(explain_lines: Explain) -> None:
+    said = "gpu01:7003:7425 [2] graph/search.cc:1140 NCCL WARN Could not find a path for pattern 4{}"
+    assert not explain_lines(
+        [said.format(", falling back to simple order"), "# Avg bus bandwidth    : 187.114"]
+    ).incident
+    assert explain_lines([said.format("")]).incident
