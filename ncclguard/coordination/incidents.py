@@ -137,7 +137,8 @@ def summarise(
         (
             one.id
             for one in reported
-            if _is_sequel(one, incident, state.guarded, sent_away) or (outside and _still_holds(one, incident, done))
+            if (_is_sequel(one, incident, state.guarded, sent_away) and not _has_recovered(one, incident, done))
+            or (outside and _still_holds(one, incident, done))
         ),
         None,
     )
@@ -185,6 +186,13 @@ def has_no_report_beside(known: Incident, later: Incident, guarded: bool) -> boo
     if _has_the_same_sides(known, later) or _evaluates_alone_again(known, later):
         return True
     return is_of_guarded_calls(later) and _names_the_same_dead(known, later)
+
+
+def _has_recovered(known: Incident, later: Incident, done: Mapping[int, int]) -> bool:
+    """Return whether calls of a group have succeeded since a known incident of another kind: who leaves now is new."""
+    at = known.op_id.rpartition("/")[2]
+    other = known.group == later.group and later.cause is Cause.EXITED is not known.cause
+    return other and at.isdecimal() and max(done.values(), default=0) > int(at)
 
 
 def _still_holds(known: Incident, later: Incident, done: Mapping[int, int]) -> bool:

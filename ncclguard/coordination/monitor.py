@@ -541,6 +541,8 @@ class Monitor:
             leave_result(self._store.below(f"{state.key}/result"), state)
             calls = state.last_calls() if departure.cause is Cause.EXITED else None
             if calls is not None:  # not in the departure, which all that are still there read
+                guarded = max((one.member.completed for one in self.states() if one.guarded), default=0)
+                calls = replace(calls, done=guarded, details={**calls.details, **departure.details})
                 self._store.put(_last(state.key, self.rank), codec.dumps(calls))
             if departure.cause is Cause.EXITED or departure.terminated or is_interrupt(departure):
                 departure = replace(departure, watched=state.last_words() or departure.watched)

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, BeforeValidator, field_validator
 
 from ncclguard.incident.stacks import frame_text, innermost_of_program
-from ncclguard_explain.cause import MEANING, SEE_LOST, WORD, Cause
+from ncclguard_explain.cause import ADVICE_ENDED_NEVERTHELESS, MEANING, SEE_LOST, WORD, Cause
 from ncclguard_explain.language import Message, joined, read, said, say, told, tr
 from ncclguard_explain.ranks import FEW_RANKS, SHOWN_GROUPS, Hosts, called, duration, ranks_text, runs
 
@@ -341,6 +341,13 @@ def meaning_of(cause: Cause, reports: Collection[RankReport]) -> Message:
     return MEANING[cause]
 
 
+def view_of_one(incident: Incident) -> Message:
+    """Return why an incident is the view of one rank."""
+    if incident.advice == ADVICE_ENDED_NEVERTHELESS:
+        return tr("this was found when all ranks had left, so nobody could be asked")
+    return tr("this is the view of one rank: it could not agree with the others")
+
+
 def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
     """Return the incident as several lines, in the language of this process.
 
@@ -380,7 +387,7 @@ def as_text(incident: Incident, evidence: Sequence[str] = ()) -> str:
     if incident.torn:
         lines.append(f"  {told('the tensor is torn: it holds neither its input nor the result')}")
     if not incident.agreed:
-        lines.append(f"  {told('this is the view of one rank: it could not agree with the others')}")
+        lines.append(f"  {say(view_of_one(incident))}")
     if incident.device is not None:
         lines.append(f"  {told('device: {device}', device=incident.device)}")
     lines += [f"  {_indented(line)}" for line in evidence]

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ncclguard.incident.model import Incident, RankReport, alike, meaning_of, optimizer_steps
+from ncclguard.incident.model import Incident, RankReport, alike, meaning_of, optimizer_steps, view_of_one
 from ncclguard.incident.stacks import frame_text
 from ncclguard.incident.timeline import Bar, Document, Key, Lane, Timeline
 from ncclguard_explain.cause import WORD, Cause
@@ -117,7 +117,7 @@ def _tags(document: Document) -> list[Message]:
     if steps is not None:
         tags.append(steps)
     if not incident.agreed:
-        tags.append(tr("the view of one rank: it could not agree with the others"))
+        tags.append(view_of_one(incident))
     if incident.torn:
         tags.append(tr("the tensor is torn: it holds neither its input nor the result"))
     return tags

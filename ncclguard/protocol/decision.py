@@ -438,7 +438,7 @@ def _blame(
         raised = {rank: cause for rank, cause in raised.items() if not raises_interrupt(reports[rank])}
         killed = killed_after_interrupt(reports, departed)
         gone = {rank: cause for rank, cause in gone.items() if not is_sent_away(departed[rank], killed)}
-    astray = {rank for rank in gone if _was_elsewhere(reports.get(rank), departed[rank])}
+    astray = {rank for rank in gone if _has_waited_for(entered, reports.get(rank), departed[rank])}
     if raised or gone.keys() - astray:
         return {**gone, **raised}, ()
     if gave_up:  # the reason is in another verdict: named where there is nobody else
@@ -463,9 +463,9 @@ def _blame(
     return ({}, ()) if silent else _came_last(entered)
 
 
-def _was_elsewhere(report: Report | None, departure: Departure) -> bool:
-    """Return whether a rank has left after it had waited in another group in vain: it would not have come anyhow."""
-    return departure.cause is Cause.EXITED and report is not None and bool(report.elsewhere)
+def _has_waited_for(ranks: Iterable[int], report: Report | None, departure: Departure) -> bool:
+    """Return whether a rank has left after it had waited for these in another group: it would not have come anyhow."""
+    return departure.cause is Cause.EXITED and report is not None and {*ranks} <= {*report.awaited}
 
 
 def largest_first(sides: Iterable[tuple[str, Sequence[int]]]) -> Sides:

@@ -42,6 +42,7 @@ from ncclguard.protocol.decision import (
 )
 from ncclguard.protocol.member import Member
 from ncclguard.watch.judge import (
+    CALLED,
     COMPARES,
     MESSAGE,
     PLACES,
@@ -150,7 +151,7 @@ class WatchState(GroupState):
         calls = [call for one in self.calls().values() for call in one.latest(most)]
         last = sorted(calls, key=lambda call: call.issued)[-most:]
         said = Watched(issued=self.read().issued, compared=tuple(_waiting(call, 0.0) for call in last))
-        details = {COMPARES: True, PLACES: self._places(last)}
+        details = {COMPARES: True, PLACES: self._places(last), CALLED: self.recorder.has_recorded()}
         return Report(self.member.rank, self.member.generation, watched=said, details=details)
 
     def _made_at(self, call: Pending) -> dict[str, object]:

@@ -51,6 +51,8 @@ CONNECTS_WITHIN: Final = 120.0
 STARTED: Final = "started"
 #: In a report's details: the ranks are asked about a call of theirs that may differ, and about nothing else.
 COMPARES: Final = "compares"
+#: A detail of what a rank says when it leaves: whether it has called anything, also in groups that are gone.
+CALLED: Final = "called"
 #: A detail of such an answer: by channel, the lines of the program that have called, each with its numbers.
 PLACES: Final = "places"
 #: In a report's details: the message between two ranks that its device waits in, in words.

@@ -301,6 +301,11 @@ class Recorder:
                     found[channel] = Calls(channel, own.ranks, of_it, recorder, since=own.since, whole=whole)
         return found
 
+    def has_recorded(self) -> bool:
+        """Return whether any collective or message is on record, also of groups that were destroyed since."""
+        dumps = (torch_compat.recorder_dump(recorder, entries=True) or {} for recorder in self._recorders)
+        return bool(transfers.issued()) or bool(monitored_barriers.issued()) or any(one.get("entries") for one in dumps)
+
     def stacks(self) -> dict[str, dict[int, dict[str, Any]]]:
         """Return the last collectives, by channel and number, with the "frames" in which each was called.
 

@@ -44,7 +44,7 @@ from ncclguard.protocol.decision import Report, TroubleKind, Verdict
 from ncclguard.spelling import hinted
 from ncclguard.watch.comparison import Comparison
 from ncclguard.watch.coordination import KEY, WatchCoordination, WatchState, open_call
-from ncclguard.watch.judge import BROKEN, is_consequence
+from ncclguard.watch.judge import BROKEN, CALLED, is_consequence
 from ncclguard.watch.pace import Sampler, SlowSearch
 from ncclguard.watch.recorder import Pending, Recorder
 from ncclguard_explain.cause import Cause
@@ -349,13 +349,13 @@ class Watcher:
 
     def compare_last_calls(self, reports: Mapping[int, Report]) -> None:
         """Tell where ranks that have all left did not call the same last, or anything: nobody can be asked now."""
-        said = [report.watched for report in reports.values() if report.watched is not None]
-        guarded = any(state.guarded for state in self._monitor.states())
-        if said and not (guarded or any(number for one in said for number in one.issued.values())):
+        all_said = len(reports) == len(self._state.member.members)
+        issued = [number for one in reports.values() if one.watched for number in one.watched.issued.values()]
+        if all_said and not any(issued) and not any(one.done or one.details.get(CALLED) for one in reports.values()):
             text = told(
                 "watch() has seen no collective of torch.distributed in this job of {count} ranks: if they were to train "
                 "together, each has trained by itself (Accelerate does so on CPUs, unless it is told use_cpu=True)",
-                count=len(self._state.member.members),
+                count=len(reports),
             )
             log.warning("ncclguard: %s", text)
             return

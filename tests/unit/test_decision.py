@@ -440,12 +440,18 @@ def test_who_is_alone_on_a_group_while_the_rest_waits_for_it_on_another_is_odd(
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_rank_that_leaves_after_it_has_waited_in_another_group_in_vain_is_astray(late: bool) -> None:
+@pytest.mark.parametrize(
+    ("awaited", "cause"), [((0, 1, 2), Cause.DIVERGED), ((2, 3), Cause.EXITED)], ids=["for these", "for another"]
+)
+def test_a_rank_that_leaves_after_it_has_waited_for_the_others_elsewhere_is_astray(
+    late: bool, awaited: tuple[int, ...], cause: Cause
+) -> None:
     """Its program ends with that group's verdict, a moment before the others' limit passes, or long before."""
     waiting = [entered(rank, trouble=DEADLINE if late else None) for rank in (0, 1)]
     found = verdict_on(
         *waiting,
-        replace(outside(2, elsewhere="all_reduce() of group 2"), free_for=0.001),
+        replace(outside(2, elsewhere="all_reduce() of group 2"), awaited=awaited, free_for=0.001),
         departed={2: Departure(2, Cause.EXITED, "ended its program")},
     )
-    assert (found.culprits, len(found.sides)) == (((2, Cause.DIVERGED),), 2), found
+    assert found.culprits == ((2, cause),), found
+    assert len(found.sides) == (2 if cause is Cause.DIVERGED else 0)

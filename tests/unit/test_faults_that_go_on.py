@@ -13,7 +13,7 @@ from ncclguard.coordination import incidents
 from ncclguard.coordination.group_state import GroupState
 from ncclguard.coordination.incidents import goes_on, has_no_report_beside, summarise
 from ncclguard.incident.model import Incident, RankReport
-from ncclguard.protocol.decision import INTERRUPTED, Action, Departure, Trouble, TroubleKind, Verdict, decide
+from ncclguard.protocol.decision import INTERRUPTED, Action, Departure, Report, Trouble, TroubleKind, Verdict, decide
 from ncclguard.watch.coordination import WatchState
 from ncclguard_explain.cause import ADVICE_EVALUATION_IN_PART, Cause
 from tests.unit.reports import entered, outside
@@ -425,3 +425,27 @@ def test_ranks_that_differ_in_each_try_of_an_evaluation_have_one_report() -> Non
         return found.model_copy(update={"ranks": ranks})
 
     assert goes_on(of_try(1), of_try(2)) and not goes_on(of_try(1), of_try(2, step=3))
+
+
+@pytest.mark.parametrize(("done", "repeats"), [(0, True), (7, False)], ids=["nothing since", "the job has gone on"])
+def test_ranks_that_leave_during_an_evaluation_have_a_report_where_calls_have_succeeded_since(
+    done: int, repeats: bool
+) -> None:
+    text = "all_gather_object(sizes, name='evaluation f() at step {}, beginning of try 1')"
+    state = GroupState("0:cpu", 0, (0, 1, 2))
+
+    def begins(step: int, sequence: int) -> Report:
+        report = replace(entered(0, sequence=sequence), done=done)
+        assert report.operation is not None
+        return replace(report, operation=replace(report.operation, text=text.format(step)))
+
+    verdict = Verdict(0, 1, Action.FAIL, Cause.DIVERGED, ((0, Cause.DIVERGED),), (0, 1, 2))
+    sides = ((text.format(0), (0,)), ("all_reduce(f)", (1, 2)))
+    reports = {0: begins(0, 1), 1: outside(1), 2: outside(2)}
+    first = Incident.from_json(summarise(replace(verdict, sides=sides), reports, {}, {}, state))
+    assert first.advice == ADVICE_EVALUATION_IN_PART
+    left = {rank: Departure(rank, Cause.EXITED, "ended its program", done=done) for rank in (1, 2)}
+    gone = tuple((rank, Cause.EXITED) for rank in (1, 2))
+    later = Verdict(1, done + 2, Action.FAIL, Cause.EXITED, gone, (0,), departed=gone)
+    incident = Incident.from_json(summarise(later, {0: begins(5, done + 2)}, left, {}, state, [first]))
+    assert (incident.repeats == first.id) is repeats, incident
