@@ -437,7 +437,8 @@ def test_ranks_that_leave_during_an_evaluation_have_a_report_where_calls_have_su
     def begins(step: int, sequence: int) -> Report:
         report = replace(entered(0, sequence=sequence), done=done)
         assert report.operation is not None
-        return replace(report, operation=replace(report.operation, text=text.format(step)))
+        said = text.format(step)
+        return replace(report, operation=replace(report.operation, text=said), details={"call": said})
 
     verdict = Verdict(0, 1, Action.FAIL, Cause.DIVERGED, ((0, Cause.DIVERGED),), (0, 1, 2))
     sides = ((text.format(0), (0,)), ("all_reduce(f)", (1, 2)))
