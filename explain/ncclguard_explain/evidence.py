@@ -727,21 +727,89 @@ def _mark_healed(evidence: Evidence) -> None:
             fact.kind = Kind.RETRIED
 
 
+#: Exit codes of a process that has been told to end.
+_TOLD_CODES = frozenset([143])
+
+
+def _is_in_collective(fact: Fact) -> bool:
+    return any("distributed_c10d.py" in frame for frame in fact.frames)
+
+
+_HOUR, _TIMES = 3_600.0, 10  # in which a job that works makes a step: times its longest step before
+
+
+def _stood(fact: Fact, alive: list[Fact]) -> bool:
+    """Return whether a job had made no step for long when its planned end came, by the clocks of its log."""
+    if fact.when is None:
+        return False
+    steps = sorted({one.when for one in alive if one.source == fact.source and one.when and one.when < fact.when})
+    longest = max((after - before for before, after in zip(steps, steps[1:])), default=None)
+    return longest is not None and fact.when - steps[-1] > max(_HOUR, _TIMES * longest)
+
+
+def _not_to_excuse(evidence: Evidence) -> list[Fact]:
+    """Return what no word of an end, and no step behind it, makes good; a statement for all ranks does.
+
+    Limits that expired for several ranks and waits of several; an exception or a stack in a collective; a process that
+    its launcher saw fail; a job that had stood for long when its time was over. A rank that steps on, or one that is
+    told to end, says nothing about the others.
+    """
+    waits = evidence.of(*(WAITING | EXPIRED) - {Kind.DUMP_OBSERVED, Kind.STORE_KEY})
+    who = {(fact.rank, fact.group_rank, fact.place) for fact in waits} - {(None, None, "")}
+    ended = [
+        fact
+        for fact in evidence.of(Kind.LAUNCHER, Kind.EXIT)
+        if (fact.number or 0) > 0 and fact.number not in _TOLD_CODES
+    ]
+    ended += [fact for fact in evidence.of(Kind.EXCEPTION) if fact.name == "ExecuteUserScriptError"]  # of SageMaker
+    inside = [fact for fact in evidence.of(Kind.EXCEPTION, Kind.STACK) if _is_in_collective(fact)]
+    alive = evidence.of(Kind.ALIVE, Kind.PROGRESS)
+    ended += [fact for fact in evidence.of(Kind.SCHEDULER, name="TIME LIMIT") if _stood(fact, alive)]
+    return (waits if len(who) > 1 else []) + ended + inside
+
+
+#: Ends that a scheduler, a launcher of all ranks or a runner of tests tells; others may tell of one process, of one
+#: host, or of a pipe's last program.
+_OF_ALL = re.compile(
+    r"worker group successfully finished|Job '[^']+' succeeded|^Job completed successfully|# Out of bounds values : 0 OK|--- PASS: |"
+    r"^=+ .*\d+ passed|COMPLETED|\b(?i:job)\b.{0,30}\b(?i:completed)\b|\b[Aa]ll (?:\w+ ){0,2}(?:replicas|ranks|workers|processes|tasks|nodes)\b|"
+    r"\b(?i:sweep|study|search|all trials)\b"
+)
+#: Ends of one process, of one host, or of the processes of one agent.
+_OF_ONE = re.compile(r"Process \d+ exits successfully|Reporting training SUCCESS|worker group successfully finished")
+
+
+def _speaker(fact: Fact) -> tuple[int | None, str]:
+    return fact.node, fact.where
+
+
 def _mark_ended_well(evidence: Evidence) -> None:
     """Count everything as survived where the job says at its end that it has succeeded, in every log that accuses.
 
     It is the launcher, the shell or the scheduler that says so, for all ranks; a rank that has finished proves nothing
-    about the others.
+    about the others. What one host says is of its own processes, of all of them.
     """
     accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB]
-    ends = {
-        fact.source: fact.line
-        for fact in evidence.of(Kind.PHASE, Kind.PROGRESS, name="succeeded")
-        if fact.after_symptom and (
-            (job := _JOB_OF_TABLE.match(fact.detail)) is None  # a table may have other jobs too
-            or any(re.search(rf"\b{job[1]}\b", one.text) for one in accusing if one.kind is Kind.SCHEDULER)
-        )
-    }  # fmt: skip
+    ends: dict[int, int] = {}
+    processes: dict[tuple[int, int | None, str], set[str]] = {}
+    hard = bool(_not_to_excuse(evidence))
+    for fact in evidence.of(Kind.PHASE, Kind.PROGRESS, name="succeeded"):
+        job = _JOB_OF_TABLE.match(fact.detail)  # a table may have other jobs too
+        if not fact.after_symptom or (hard and _OF_ALL.search(fact.detail) is None):
+            continue
+        if job is not None and not any(
+            re.search(rf"\b{job[1]}\b", one.text) for one in accusing if one.kind is Kind.SCHEDULER
+        ):
+            continue
+        if _OF_ONE.search(fact.detail):
+            if any(one.source == fact.source and _speaker(one) != _speaker(fact) for one in accusing):
+                continue
+            if (of_one := re.search(r"Process (\d+) exits", fact.detail)) is not None:
+                there = processes.setdefault((fact.source, *_speaker(fact)), set())
+                there.add(of_one[1])
+                if len(there) < (evidence.local_size or evidence.stated_world or 2):
+                    continue
+        ends[fact.source] = max(fact.line, ends.get(fact.source, 0))
     if ends and all(fact.line < ends.get(fact.source, 0) for fact in accusing):
         for fact in accusing:
             fact.kind = Kind.RETRIED
@@ -751,6 +819,8 @@ def _mark_ended_well(evidence: Evidence) -> None:
 _OF_A_STOP = frozenset({Kind.ENDED_BY_LAUNCHER, Kind.STORE_LOST, Kind.GLOO_CLOSED, Kind.TEARDOWN, Kind.ABORTED})
 _STOPPED = re.compile(r"(?:TrialPruned|EarlyStop\w*|TrialStopped|SIGTERMException|SignalException|ChildFailedError)$")
 _BEFORE_STOP, _BEHIND_STOP = 50, 200
+#: What a process that has been told to end raises SystemExit with.
+_EXITS = frozenset(["", "0", "15", "143"])
 
 
 #: How Ray says of what a worker died, where it was not killed by who started it.
@@ -759,14 +829,14 @@ _OF_A_CRASH = re.compile(r"(?i)exit|signal|memory|segv|error|unexpected|node|cra
 
 def _is_of_a_stop(fact: Fact) -> bool:
     if fact.kind is Kind.EXCEPTION:
-        return _STOPPED.search(fact.name) is not None or (fact.name == "SystemExit" and fact.detail in ("15", "143"))
+        return _STOPPED.search(fact.name) is not None or (fact.name == "SystemExit" and fact.detail in _EXITS)
     if fact.kind is Kind.WORKER_DIED:
         return _OF_A_CRASH.search(fact.detail) is None
     return fact.kind in _OF_A_STOP or (fact.kind in (Kind.LAUNCHER, Kind.EXIT) and fact.number in (-15, 143))
 
 
 #: Exceptions by which a process ends that is told to, beside those of a trial that is stopped.
-_OF_AN_END_TOLD = frozenset(["CancelledError", "KeyboardInterrupt", "GeneratorExit", "SystemExit", "SIGTERMException"])
+_OF_AN_END_TOLD = frozenset(["CancelledError", "KeyboardInterrupt", "GeneratorExit", "SIGTERMException"])
 _BY_SIGNAL = re.compile(r"(?i:\bsignal(?:ed|led)?\b.{0,40}\b15\b)|SIGTERM|\bray\.kill\b")
 
 
@@ -786,15 +856,23 @@ def _is_of_an_end_told(fact: Fact) -> bool:
 def _mark_told_to_end(evidence: Evidence) -> None:
     """Count as survived how processes end behind words on an end that was planned, if that is all there is.
 
-    A server that is replaced, or of which fewer are wanted, and a program that ends at its user's wish.
+    A server that is replaced, or of which fewer are wanted, and a program that ends at its user's wish: it has been
+    told so not long before, and trains no further in between.
     """
-    told: dict[int, int] = {}
-    for note in evidence.of(Kind.NOTE, name="planned end"):
-        told.setdefault(note.source, note.line)
+    told = evidence.of(Kind.NOTE, name="planned end")
     accusing = [fact for fact in evidence.facts if fact.kind not in OF_A_HEALTHY_JOB | {Kind.STACK}]
-    if told and all(_is_of_an_end_told(fact) and fact.line > told.get(fact.source, fact.line) for fact in accusing):
-        for fact in accusing:
-            fact.kind = Kind.RETRIED
+    if not told or _not_to_excuse(evidence):
+        return
+    steps = [one for one in evidence.of(Kind.ALIVE, Kind.PROGRESS) if one.name == "train"]
+    for fact in accusing:
+        notes = [one for one in told if one.source == fact.source and 0 < fact.line - one.line <= _BEHIND_STOP]
+        if not _is_of_an_end_told(fact) or not any(
+            not any(step.source == note.source and note.line < step.line < fact.line for step in steps)
+            for note in notes
+        ):
+            return
+    for fact in accusing:
+        fact.kind = Kind.RETRIED
 
 
 def _mark_pruned(evidence: Evidence) -> None:
@@ -831,6 +909,9 @@ def _mark_stepped_over(evidence: Evidence) -> None:
     sources = {fact.source for fact in steps}
     there = [fact for fact in accusing if fact.source in sources]
     if len({fact.source for fact in there}) != 1 or not _tell_all(there, accusing):
+        return
+    anew = max((note.line for note in evidence.of(Kind.NOTE, name="restarted")), default=0)  # of all ranks
+    if any(fact.source not in sources or fact.line > anew for fact in _not_to_excuse(evidence)):
         return
     last = max(there, key=lambda fact: max(fact.line, fact.until))
     end = max(max(fact.line, fact.until) + 2 * len(fact.frames) for fact in there)
@@ -926,11 +1007,17 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
         if _is_of_text(fact) or last:
             fact.kind = Kind.RETRIED
     anew = {(fact.source, fact.line) for fact in evidence.of(Kind.RETRIED)}
-    for fact in evidence.of(Kind.GLOO_CLOSED):  # of a connection that is tried anew
-        fact.kind = Kind.RETRIED if (fact.source, fact.line) in anew else fact.kind
+    works = {(one.source, one.line) for one in evidence.of(Kind.ALIVE, Kind.PROGRESS, Kind.PHASE)}
+    for fact in evidence.of(Kind.GLOO_CLOSED):  # of a connection that is tried anew, and with which the job goes on
+        if (fact.source, fact.line) in anew and any(
+            source == fact.source and line > max(fact.line, fact.until) for source, line in works
+        ):
+            fact.kind = Kind.RETRIED
     passing = _passing(evidence)
     known = {id(fact) for fact in passing}
     if any(fact.kind not in _SURVIVED_WITH and id(fact) not in known for fact in evidence.facts):
+        return
+    if _not_to_excuse(evidence):
         return
     alive = [f for f in evidence.of(Kind.ALIVE, Kind.PROGRESS, Kind.PHASE) if f.after_symptom]
     alive = [fact for fact in alive if fact.kind is not Kind.PHASE or fact.name == "finished"]
@@ -966,7 +1053,7 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
             complete
             or flapped
             or _steps_on(fact, end, alive, once and fact.source not in ranked)
-            or (not fact.frames and _WARNED.match(fact.text) and after)
+            or (_is_warned(fact) and len({one.detail for one in steps if _speaker(one) == _speaker(fact)}) > 2)
             or _advises(fact)
             and after
             or again
@@ -975,10 +1062,15 @@ def _mark_survived(evidence: Evidence, counting: list[Fact]) -> None:
             fact.kind = Kind.RETRIED
 
 
-#: A record of a logger below the level of an error: who prints it has caught what it tells of.
-_WARNED = re.compile(
-    r"(?:[^a-z\n]{0,60}|\S+ )(?<![A-Za-z])(?:WARN(?:ING)?|INFO|DEBUG|NOTICE)\b(?!.{0,40}\b(?:ERROR|CRITICAL|FATAL)\b)"
-)
+#: A warning of a logger: who prints it has caught what it tells of. Who ships logs calls all of stderr INFO.
+_WARNED = re.compile(r"(?:[^a-z\n]{0,60}|\S+ )(?<![A-Za-z])WARN(?:ING)?\b(?!.{0,40}\b(?:ERROR|CRITICAL|FATAL)\b)")
+
+
+def _is_warned(fact: Fact) -> bool:
+    told = f"{fact.name} {fact.detail} {fact.text}"
+    return not fact.frames and _WARNED.match(fact.text) is not None and _ENDS_A_RANK.search(told) is None
+
+
 _CLOCK = re.compile(r"(?<![\d:])\d{1,2}:\d\d(?::\d\d)?(?!\d)")
 
 
@@ -1037,6 +1129,20 @@ def _mark_idle(evidence: Evidence) -> None:
 _MANY = 5
 
 
+#: What a bar of steps may have before its percentage: nothing, or words of training, and not of samples or documents.
+_OF_STEPS = re.compile(
+    r"(?i)^(?:\[[^\]]*\]:? *)*(?:\W*\d*|.{0,60}(?<![a-z])(?:train(?:ing)?|epochs?|steps?|iter\w*)\b[^|%]*?) *\d+%\|"
+)
+_OF_DATA = re.compile(
+    r"(?i)\b(?:data ?set|examples?|docs|documents|shards?|files|samples|tokens|map|rows|prefetch\w*)\b"
+)
+
+
+def _of_steps(bar: Fact) -> bool:
+    """Return whether a bar counts steps of training, which all ranks make together."""
+    return bar.name == "train" and _OF_STEPS.match(bar.text) is not None and _OF_DATA.search(bar.text) is None
+
+
 def _steps_on(fact: Fact, end: int, alive: list[Fact], plain: bool = False) -> bool:
     """Return whether the job makes three steps or more after it, which no rank makes alone.
 
@@ -1045,15 +1151,22 @@ def _steps_on(fact: Fact, end: int, alive: list[Fact], plain: bool = False) -> b
     has a rank (`plain`).
     """
     steps = [one for one in alive if one.kind is Kind.ALIVE and one.source == fact.source and one.number is not None]
-    bars = [one for one in alive if one.kind is Kind.PROGRESS and one.source == fact.source and one.name == "train"]
+    bars = [one for one in alive if one.kind is Kind.PROGRESS and one.source == fact.source and _of_steps(one)]
     steps = steps or [one for one in bars if one.number is not None and one.rank in (None, 0)]
     before = [one.number or 0 for one in steps if one.line < fact.line]
     numbers = [one.number or 0 for one in steps if one.line > end and (one.when or _YEAR) >= (fact.when or 0)]
     timed = fact.when is not None and all(one.when is not None for one in steps)
     if len({*numbers}) <= 2 or numbers != sorted(numbers):
         return False
-    in_order = max(before, default=MAX_RANK) <= numbers[0] or (plain and not before and len({*numbers}) > _MANY)
+    begun = plain and not before and not (fact.frames and _ENDS_A_RANK.search(f"{fact.name} {fact.detail}"))
+    in_order = max(before, default=MAX_RANK) <= numbers[0] or (begun and len({*numbers}) > _MANY)
     return timed or in_order
+
+
+#: Errors that few programs catch: a traceback of one is that of the end of a rank, and no warning tells of them.
+_ENDS_A_RANK = re.compile(
+    r"OutOfMemoryError|CUDA|NCCL|DistBackendError|\bHIP\b|HCCL|killed by signal|exited unexpectedly"
+)
 
 
 def _passing(evidence: Evidence) -> list[Fact]:

@@ -197,6 +197,7 @@ class Fact:
     after_symptom: bool = False
     quoted: str = ""  # in a "talk" with a model, or a "sentence" of an explanation
     frames: tuple[str, ...] = field(default_factory=tuple)
+    code: str = ""  # the source line of the last frame, where a traceback has it
     advice: tuple[str, ...] = ()  # of an incident of ncclguard's own: what to do, and what would have made more of it
     waiting: tuple[int, ...] = ()  # of an incident of ncclguard's own: who was in the call
     sides: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of one: what ranks called that differ

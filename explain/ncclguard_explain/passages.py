@@ -262,6 +262,7 @@ def _traceback(text: str, prefix: Prefix, following: Following, make: Fact) -> F
     clock = re.compile(r"\d{4}[-/]\d\d[-/]\d\d[ T][\d:.,]+Z?")
     own = clock.sub("", prefix.tag)
     frames: list[str] = []
+    code = ""
     rows = following(400)
     first = clock.sub("", split_prefix(rows[0]).tag) if rows else own
     if first != own and own.startswith(first) and (prefix.place or rows[0].startswith("  File ")):
@@ -277,7 +278,10 @@ def _traceback(text: str, prefix: Prefix, following: Following, make: Fact) -> F
         if actor := _OF_ACTOR.search(body):
             make = make.clone(rank=int(actor[1]), rank_basis="text", place="")
         if not body or body.startswith((" ", "\t", "^")):
-            frames += _frames(body)[:1]
+            if own_frame := _frames(body)[:1]:
+                frames, code = frames + own_frame, ""
+            else:
+                code = body.strip(" \t^~") or code
             continue
         if task := _RAY_TASK.match(body):
             make = make.clone(pid=int(task[1]), host=task[2], place="")
@@ -289,7 +293,8 @@ def _traceback(text: str, prefix: Prefix, following: Following, make: Fact) -> F
             continue
         found = _EXCEPTION.match(body)
         if found is not None:
-            return with_rest(_raised(make, found["type"], found["text"] or "", body, frames), prefix, rows[index:])
+            raised = _raised(make, found["type"], found["text"] or "", body, frames).clone(code=code[:200])
+            return with_rest(raised, prefix, rows[index:])
         unindented = _frames(body)[:1]  # the indentation is lost
         frames += unindented
         if not unindented and (own or not frames):
@@ -881,7 +886,7 @@ _PHASES: tuple[tuple[str, str], ...] = (
     ("generate", r"\bgenerate\b|generation/utils|[Gg]enerating (?:samples|responses|completions|video|image)|rollout"),
     ("load", r"[Ll]oading (?:checkpoint shards|model|weights)|from_pretrained"),
     ("succeeded", (r"\bexit_code=0\b|^exit=0$|^(?:SUCC \S+ -- )?Job '[^']+' succeeded|worker group successfully finished|Reporting training SUCCESS\s*$|\[launch\.py:\d+:main\] Process \d+ exits successfully|Job completed successfully|# Out of bounds values : 0 OK|"
-     r"^\s*--- PASS: \S+ \([\d.]+s\)|^(?!.*\b[1-9]\d* (?:failed|failures?|errors?)\b).*\b\d+ (?:\w+ )?passed, 0 (?:failed|failures|errors)\b|^=+ (?!.*\b(?:failed|errors?)\b)\d+ passed\b.* in [\d.]+s|^(?:\+ )?(?:exit code: 0|exit 0)$|, exit 0$|"
+     r"^\s*--- PASS: \S+ \([\d.]+s\)|^(?!.*\b[1-9]\d* (?:failed|failures?|errors?)\b)\W*\d+ (?:(?:tests?|scenarios?|cases?|specs?) )?passed, 0 (?:failed|failures|errors)\b|^=+ (?!.*\b(?:failed|errors?)\b)\d+ passed\b.* in [\d.]+s|^(?:\+ )?(?:exit code: 0|exit 0)$|, exit 0$|"
      r"^\d+(?:\s+|\|)(?:[\w.\-]+(?:\s+|\|)){0,5}COMPLETED(?:\s+|\|)0:0\b|"  # sacct
      r"\bTraining Progress: 100%|^State: COMPLETED \(exit code 0\)|\b(?i:job)\b.{0,30}\b(?i:completed)\b.{0,40}\b[Ee]xit ?[Cc]ode[ :=]+0(?::0)?\b|^(?!.*\b(?i:state|failed|error|worker|process|task|pid|rank ?\d+)\b).*\(exit(?: code| status)?[ :=]+0\)$|"
      r"\b[Aa]ll (?!(?:the )?other|but )(?:\w+ ){0,2}(?:replicas|ranks|workers|processes|tasks|nodes) (?:\w+ )?(?:finished|exited|completed|ended) (?:\w+ )*(?:code|status) 0\b|"

@@ -274,7 +274,13 @@ _INTERRUPTIONS: Final = frozenset(
     ["KeyboardInterrupt", "SignalException", "torch.distributed.elastic.multiprocessing.api.SignalException"]
 )
 _WAITS: Final = re.compile(
-    r"distributed_c10d\.py|torch/autograd/|torch/cuda/|/store\.py| in (?:wait|barrier|synchronize|item|tolist|cpu|get|get_objects|result|join|poll|select|recv)\b"
+    r"distributed_c10d\.py|torch/autograd/|torch/cuda/|torch/_tensor\.py|/store\.py|"
+    r" in (?:wait|barrier|synchronize|item|tolist|cpu|get|get_objects|result|join|poll|select|recv|clip_grad_norm_|backward)\b"
+)
+#: Calls in a program's own line that wait for the GPU, and so for whatever a collective there waits for.
+_READS: Final = re.compile(
+    r"\b(?:float|int|bool)\(|\.(?:item|cpu|tolist|numpy|backward|wait|synchronize|to)\(|clip_grad_norm_?\(|\bprint\(|"
+    r"\b(?:all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier)\("
 )
 _LAUNCHES: Final = re.compile(
     r"distributed/(?:run|launch|elastic|launcher)|multiprocessing/|subprocess\.py|/launch\w*\.py"
@@ -300,6 +306,7 @@ def only_interrupted(evidence: Evidence, quiet: AbstractSet[Kind]) -> bool:
             for fact in evidence.facts
         )
         and not any(_WAITS.search(frame) for fact in raised for frame in fact.frames[-4:])
+        and not any(_READS.search(fact.code) for fact in raised)
     )
 
 
