@@ -693,11 +693,27 @@ def _last_attempt(evidence: Evidence) -> list[Fact]:
     return [fact for fact in evidence.facts if attempts.get(fact.source, last) == last]
 
 
+#: Steps of a job that has begun again, more than which show that all its ranks have.
+_AGAIN = 2
+
+
 def _drop_earlier_attempts(evidence: Evidence) -> None:
-    """Count as survived what stands before torchrun's last restart, where something went wrong after it too."""
+    """Count as survived what stands before a job's last restart, where something went wrong after it too.
+
+    It is torchrun that tells of one, or a job that has failed, begins again where it was and steps on until then.
+    """
     for note in evidence.of(Kind.NOTE, name="restarted"):
         own = [fact for fact in evidence.facts if fact.source == note.source and fact.kind not in OF_A_HEALTHY_JOB]
         if any(fact.line > note.line for fact in own):
+            for fact in own:
+                fact.kind = fact.kind if fact.line > note.line else Kind.RETRIED
+    ended = evidence.of(Kind.EXIT) + evidence.of(Kind.NOTE, name="restarts")
+    steps = [one for one in evidence.of(Kind.ALIVE) if one.name == "train" and one.number is not None]
+    for note in evidence.of(Kind.NOTE, name="resumed"):
+        own = [fact for fact in evidence.facts if fact.source == note.source and fact.kind not in OF_A_HEALTHY_JOB]
+        behind = min((fact.line for fact in own if fact.line > note.line), default=0)
+        made = {one.number for one in steps if one.source == note.source and note.line < one.line < behind}
+        if len(made) > _AGAIN and any(one.source == note.source and one.line <= note.line for one in ended):
             for fact in own:
                 fact.kind = fact.kind if fact.line > note.line else Kind.RETRIED
 

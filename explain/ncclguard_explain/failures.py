@@ -82,11 +82,20 @@ def follows_from_peers(type_name: str, text: str) -> bool:
     return name in _FOLLOWING_TYPES or _FOLLOWS.search(text) is not None
 
 
-def _went_on(failure: Fact, own: Sequence[Fact]) -> bool:
-    """Return whether a rank went on after it raised, as `own` tells of it: then that is not why its peers wait."""
+#: Words of a rank that leaves out a step, whose collectives its peers then wait for.
+_SKIPS = re.compile(r"(?i)\bskip(?:s|ped|ping) (?:(?:this|the|a|bad|corrupt\w*|broken) )?(?:batch|step|iteration)\b")
+
+
+def _went_on(failure: Fact, own: Sequence[Fact], last: int) -> bool:
+    """Return whether a rank went on after it raised, as `own` tells of it: then that is not why its peers wait.
+
+    A step that it left out is why, unless the job makes another one behind that: the last is at the line `last`.
+    """
     end = failure.line + 3 * len(failure.frames)  # each frame with its source and the marks below that
     return any(
-        fact.line >= failure.line and (fact.kind is Kind.RETRIED or (fact.rank is not None and fact.line > end))
+        fact.line >= failure.line
+        and (fact.kind is Kind.RETRIED or (fact.rank is not None and fact.line > end))
+        and (fact.line < last or _SKIPS.search(fact.text) is None)
         for fact in own
     )
 
@@ -113,6 +122,9 @@ def own_exceptions(evidence: Evidence) -> list[Fact]:
     for fact in evidence.of(Kind.RETRIED, Kind.ALIVE):
         later.setdefault((fact.source, fact.rank), []).append(fact)
     ended = bool(evidence.of(Kind.EXIT, Kind.LAUNCHER))
+    steps = {
+        fact.source: fact.line for fact in sorted(evidence.of(Kind.ALIVE, Kind.PROGRESS), key=lambda one: one.line)
+    }
     return [
         fact
         for fact in evidence.of(Kind.EXCEPTION)
@@ -125,7 +137,10 @@ def own_exceptions(evidence: Evidence) -> list[Fact]:
         and not _is_behind(fact, expired.get(fact.source, fact))  # after the limit it cannot be why the peers waited
         and (fact.name != "RuntimeError" or fact.detail)  # without a text it proves nothing
         and not (fact.name == "RuntimeError" and _is_cut(evidence, fact))  # the rest may explain it
-        and not ((fact.rank is not None or not ended) and _went_on(fact, later.get((fact.source, fact.rank), ())))
+        and not (
+            (fact.rank is not None or not ended)
+            and _went_on(fact, later.get((fact.source, fact.rank), ()), steps.get(fact.source, 0))
+        )
     ]
 
 

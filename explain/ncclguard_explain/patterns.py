@@ -799,6 +799,8 @@ ROWS: tuple[Row, ...] = (
         (("The following ranks have not called it: [2]", {"name": "barrier", "peers": (2,)}),), fields={"name": "barrier"}),
     Row(Kind.NOTE, f"{_ELASTIC.replace('multiprocessing', 'agent/server')}, 1.9 to 2.15", r"Rendezvous complete for workers\. Result: restart_count=[1-9]", "Rendezvous complete",
         (("I0915 01:01:24.000000 3300 torch/distributed/elastic/agent/server/api.py:525] [default] Rendezvous complete for workers. Result: restart_count=1 group_rank=0", {"name": "restarted"}),), fields={"name": "restarted"}),
+    Row(Kind.NOTE, f"{_ELASTIC.replace('multiprocessing', 'agent/server')}, 1.9 to 2.15", r"Worker group \w+\. \d+/\d+ attempts left; will restart worker group", "will restart worker",
+        (("W1103 10:02:09.300000 41801 torch/distributed/elastic/agent/server/api.py:887] [default] Worker group FAILED. 1/1 attempts left; will restart worker group", {"name": "restarts"}),), fields={"name": "restarts", "rank": None, "rank_basis": ""}),
     Row(Kind.KERNEL_OOM, "Ray memory monitor, 2.4 to 2.50", r"where the (?:task|lease) \((?:actor ID: \w+, |task ID: \w+, )?name=(?P<place>[^,]*), pid=(?P<pid>\d+), memory used=", "memory used=",
         (("Memory on the node (IP: 10.2.1.5, ID: c1a2e3) where the task (actor ID: 50c1, name=07GxWorkerDict_0:3, pid=87687, memory used=141.02GB) was running was 953.11GB / 1002.40GB", {"pid": 87687, "name": "ray", "place": "07GxWorkerDict_0:3"}),
          ("Memory on the node (IP: 10.2.1.5, ID: c1a2e3) where the lease (actor ID: 50c1, name=07GxWorkerDict_0:3:WorkerDict.__init__, pid=87687, memory used=141.02GB) was running", {"pid": 87687, "place": "07GxWorkerDict_0:3:WorkerDict.__init__"})),

@@ -169,3 +169,35 @@ def test_a_time_limit_that_came_hours_after_the_last_step(explain_lines: Explain
         *(f"2025-11-03 20:3{n}:00 step {n + 3}1 loss 2.1" for n in range(4)),
     ]
     assert explain_lines([*before, limit, *after]).incident is not calm
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        TABLE.format(1),
+        "W1103 10:02:09.300000 418 torch/distributed/elastic/agent/server/api.py:887] [default] Worker group FAILED. 1/1 attempts left; will restart worker group",
+    ],
+)
+def test_what_an_earlier_start_of_a_job_failed_by_is_not_what_the_last_one_did(
+    explain_lines: Explain, failed: str
+) -> None:
+    last = [
+        "[rank1]: RuntimeError: CUDA error: uncorrectable ECC error encountered",
+        TABLE.format(1).replace("k: 3", "k: 1"),
+    ]
+    again = ["resumed from step 40", *STEPS, *ON]
+    assert explain_lines([*STEPS, *RAISED, failed, *again, *last]).culprits == (1,)
+    assert 3 in explain_lines([*STEPS, *RAISED, failed, again[0], *last]).culprits, "it had not begun again"
+    assert explain_lines([*STEPS, *RAISED, failed, "Sending process 4182 closing signal SIGTERM"]).culprits == (3,)
+
+
+def test_a_rank_that_leaves_out_a_step_for_which_the_others_wait(explain_lines: Explain) -> None:
+    raised = [
+        *RAISED[:2],
+        "[rank3]: torch.OutOfMemoryError: CUDA out of memory.",
+        "[rank3]: OOM at step 44, skipping batch",
+    ]
+    report = explain_lines([*STEPS, *raised, *LATE], world_size=4)
+    assert (report.culprits, report.cause_class) == ((3,), "oom_or_crash_other_rank")
+    on = explain_lines([*STEPS, *raised, *ON, *LATE], world_size=4)
+    assert on.cause_class != "oom_or_crash_other_rank", "the job went on after it"
