@@ -747,8 +747,20 @@ def _mark_healed(evidence: Evidence) -> None:
 _TOLD_CODES = frozenset([143])
 
 
+#: What a communicator raises, which is of no use from then on.
+_OF_NCCL = re.compile(r"\bNCCL error\b|DistBackendError")
+
+
 def _is_in_collective(fact: Fact) -> bool:
-    return any("distributed_c10d.py" in frame for frame in fact.frames)
+    if fact.kind not in (Kind.EXCEPTION, Kind.STACK):
+        return False
+    inside = any("distributed_c10d.py" in frame for frame in fact.frames)
+    return inside or _OF_NCCL.search(f"{fact.name}: {fact.detail}") is not None
+
+
+def _loses_gpu(fact: Fact) -> bool:
+    """Return whether a rank's GPU obeys its process no more; an engine or an actor, which has a place, starts anew."""
+    return fact.kind is Kind.CUDA and fact.rank is not None and not fact.place
 
 
 _HOUR, _TIMES = 3_600.0, 10  # in which a job that works makes a step: times its longest step before
@@ -766,9 +778,9 @@ def _stood(fact: Fact, alive: list[Fact]) -> bool:
 def _not_to_excuse(evidence: Evidence) -> list[Fact]:
     """Return what no word of an end, and no step behind it, makes good; a statement for all ranks does.
 
-    Limits that expired for several ranks and waits of several; an exception or a stack in a collective; a process that
-    its launcher saw fail; a job that had stood for long when its time was over. A rank that steps on, or one that is
-    told to end, says nothing about the others.
+    Limits that expired for several ranks and waits of several; an exception or a stack in a collective, and what ends a
+    communicator or a rank's use of its GPU; a process that its launcher saw fail; a job that had stood for long when
+    its time was over. A rank that steps on, or one that is told to end, says nothing about the others.
     """
     waits = evidence.of(*(WAITING | EXPIRED) - {Kind.DUMP_OBSERVED, Kind.STORE_KEY})
     who = {(fact.rank, fact.group_rank, fact.place) for fact in waits} - {(None, None, "")}
@@ -778,7 +790,7 @@ def _not_to_excuse(evidence: Evidence) -> list[Fact]:
         if (fact.number or 0) > 0 and fact.number not in _TOLD_CODES
     ]
     ended += [fact for fact in evidence.of(Kind.EXCEPTION) if fact.name == "ExecuteUserScriptError"]  # of SageMaker
-    inside = [fact for fact in evidence.of(Kind.EXCEPTION, Kind.STACK) if _is_in_collective(fact)]
+    inside = [fact for fact in evidence.facts if _is_in_collective(fact) or _loses_gpu(fact)]
     alive = evidence.of(Kind.ALIVE, Kind.PROGRESS)
     ended += [fact for fact in evidence.of(Kind.SCHEDULER, name="TIME LIMIT") if _stood(fact, alive)]
     return (waits if len(who) > 1 else []) + ended + inside

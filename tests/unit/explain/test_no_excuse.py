@@ -201,3 +201,20 @@ def test_a_rank_that_leaves_out_a_step_for_which_the_others_wait(explain_lines: 
     assert (report.culprits, report.cause_class) == ((3,), "oom_or_crash_other_rank")
     on = explain_lines([*STEPS, *raised, *ON, *LATE], world_size=4)
     assert on.cause_class != "oom_or_crash_other_rank", "the job went on after it"
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        ["[rank2]: RuntimeError: CUDA error: an illegal memory access was encountered"],
+        [
+            "Traceback (most recent call last):",
+            '  File "t.py", line 3, in step',
+            "RuntimeError: NCCL error: unhandled system error",
+        ],
+    ],
+)
+def test_a_rank_that_can_go_on_no_more_is_not_survived_by_steps_of_others(
+    explain_lines: Explain, raised: list[str]
+) -> None:
+    assert explain_lines([*STEPS, *raised, *ON], world_size=4).incident
