@@ -807,6 +807,10 @@ _OF_ALL = re.compile(
 _OF_ONE = re.compile(r"Process \d+ exits successfully|Reporting training SUCCESS|worker group successfully finished")
 
 
+#: SageMaker's name of a host, in front of each of its lines.
+_OF_SAGEMAKER = re.compile(r"algo-\d+\b")
+
+
 def _speaker(fact: Fact) -> tuple[int | None, str]:
     return fact.node, fact.where
 
@@ -831,6 +835,9 @@ def _mark_ended_well(evidence: Evidence) -> None:
             continue
         if _OF_ONE.search(fact.detail):
             if any(one.source == fact.source and _speaker(one) != _speaker(fact) for one in accusing):
+                continue
+            host = _OF_SAGEMAKER.match(fact.detail)
+            if host is not None and any(one.rank is not None and host[0] not in one.text for one in accusing):
                 continue
             if (of_one := re.search(r"Process (\d+) exits", fact.detail)) is not None:
                 there = processes.setdefault((fact.source, *_speaker(fact)), set())

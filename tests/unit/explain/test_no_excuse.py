@@ -104,6 +104,7 @@ def test_the_good_end_of_one_host_is_its_own(explain_lines: Explain) -> None:
               toolkit.format(2, 2, "ERROR    ExecuteUserScriptError: ExitCode 1")]  # fmt: skip
     well = toolkit.format(1, 3, "INFO     Reporting training SUCCESS")
     assert explain_lines([*(f"algo-2 {row}" for row in RAISED), *failed, well]).incident
+    assert explain_lines([*(f"algo-2 {row}" for row in RAISED), well]).culprits == (3,)
 
 
 @pytest.mark.parametrize("level", ["INFO", "DEBUG", "WARNING"])
