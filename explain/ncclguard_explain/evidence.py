@@ -807,6 +807,8 @@ _OF_ALL = re.compile(
 _OF_ONE = re.compile(r"Process \d+ exits successfully|Reporting training SUCCESS|worker group successfully finished")
 
 
+#: What a script prints of the program that it has run.
+_OF_A_SHELL = re.compile(r"^(?:\+ )?exit(?: code:)? 0$")
 #: SageMaker's name of a host, in front of each of its lines.
 _OF_SAGEMAKER = re.compile(r"algo-\d+\b")
 
@@ -825,9 +827,13 @@ def _mark_ended_well(evidence: Evidence) -> None:
     ends: dict[int, int] = {}
     processes: dict[tuple[int, int | None, str], set[str]] = {}
     hard = bool(_not_to_excuse(evidence))
+    most = max((fact.rank for fact in accusing if fact.rank is not None), default=1) + 1
+    raised = any(fact.kind is Kind.EXCEPTION and fact.rank is not None and fact.frames for fact in accusing)
     for fact in evidence.of(Kind.PHASE, Kind.PROGRESS, name="succeeded"):
         job = _JOB_OF_TABLE.match(fact.detail)  # a table may have other jobs too
         if not fact.after_symptom or (hard and _OF_ALL.search(fact.detail) is None):
+            continue
+        if raised and _OF_A_SHELL.search(fact.detail):  # of the last program of a pipe, perhaps
             continue
         if job is not None and not any(
             re.search(rf"\b{job[1]}\b", one.text) for one in accusing if one.kind is Kind.SCHEDULER
@@ -842,7 +848,7 @@ def _mark_ended_well(evidence: Evidence) -> None:
             if (of_one := re.search(r"Process (\d+) exits", fact.detail)) is not None:
                 there = processes.setdefault((fact.source, *_speaker(fact)), set())
                 there.add(of_one[1])
-                if len(there) < (evidence.local_size or evidence.stated_world or 2):
+                if len(there) < (evidence.local_size or evidence.stated_world or most):
                     continue
         ends[fact.source] = max(fact.line, ends.get(fact.source, 0))
     if ends and all(fact.line < ends.get(fact.source, 0) for fact in accusing):
@@ -1164,10 +1170,8 @@ def _mark_idle(evidence: Evidence) -> None:
 _MANY = 5
 
 
-#: What a bar of steps may have before its percentage: nothing, or words of training, and not of samples or documents.
-_OF_STEPS = re.compile(
-    r"(?i)^(?:\[[^\]]*\]:? *)*(?:\W*\d*|.{0,60}(?<![a-z])(?:train(?:ing)?|epochs?|steps?|iter\w*)\b[^|%]*?) *\d+%\|"
-)
+#: What tells that a bar is one of steps: words of training, and none of samples or documents.
+_OF_STEPS = re.compile(r"(?i)^[^|%]{0,80}(?<![a-z])(?:train(?:ing)?|epochs?|steps?|iter\w*)\b[^|%]*\d+%\||\bloss\b")
 _OF_DATA = re.compile(
     r"(?i)\b(?:data ?set|examples?|docs|documents|shards?|files|samples|tokens|map|rows|prefetch\w*)\b"
 )

@@ -31,6 +31,7 @@ CLOSED = "[rank{}]: RuntimeError: [/x/gloo/transport/tcp/pair.cc:534] Connection
 @pytest.mark.parametrize("rest", [ON, ["exit code: 0"], ["[rank3]: WARNING skipping batch", *ON]])
 def test_limits_of_several_ranks_are_not_survived(explain_lines: Explain, rest: list[str]) -> None:
     assert explain_lines([*STEPS, *LATE, *rest]).incident
+    assert explain_lines([*STEPS, *RAISED, "exit code: 0"]).culprits == (3,), "of tee, perhaps"
     assert not explain_lines([*STEPS, *LATE, "All 4 workers exited with code 0"]).incident, "of all ranks"
 
 
@@ -91,6 +92,7 @@ def test_the_good_end_of_one_process_is_its_own(explain_lines: Explain) -> None:
     raised = [f"w0: {row}" for row in RAISED]
     done = [DONE.format("w0", n, n) for n in range(4)]
     assert explain_lines([*there, *raised, done[0]]).culprits == (3,)
+    assert explain_lines([*RAISED, *(row[4:] for row in done[:2])]).culprits == (3,), "two of four or more"
     failed = "w0: [2025-11-03 10:02:11,700] [ERROR] [launch.py:325:sigkill_handler] ['python', 't.py'] exits with return code = 1"
     assert explain_lines([*there, *raised, failed, *done]).culprits == (3,)
     assert explain_lines([*there, *(f"w1: {row}" for row in RAISED), *done]).culprits == (3,), "another host's"
@@ -137,7 +139,7 @@ def test_a_program_interrupted_where_it_waits_for_its_gpu_may_have_hung(
 
 
 @pytest.mark.parametrize(
-    "what, calm", [("Epoch 3", True), ("scoring docs", False), ("Tokenizing train dataset", False)]
+    "what, calm", [("Epoch 3", True), ("", False), ("scoring docs", False), ("Tokenizing train dataset", False)]
 )
 def test_a_bar_of_one_rank_is_no_step_of_all(explain_lines: Explain, what: str, calm: bool) -> None:
     bars = [f"{what}: {n}0%|####  | {n}0/100 [01:1{n}<03:48,  1.11it/s]" for n in range(1, 9)]

@@ -791,7 +791,7 @@ def test_a_busy_server_that_is_interrupted_has_ended_in_order(explain_lines: Exp
     assert report.incident is not bool(asked)
 
 
-BARS = [f" {n}%|#####     | {n}/100 [00:{n:02d}<00:09,  1.00it/s]" for n in (10, 20, 30, 40, 50, 60, 70, 80)]
+BARS = [f"Epoch 3:  {n}%|#####     | {n}/100 [00:{n:02d}<00:09,  1.00it/s]" for n in (10, 20, 30, 40, 50, 60, 70, 80)]
 SENT = [
     "[rank2]: Traceback (most recent call last):",
     '[rank2]:   File "m.py", line 3, in send',
