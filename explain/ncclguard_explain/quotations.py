@@ -17,6 +17,13 @@ Following = Callable[[int], Sequence[str]]
 
 # --- whole inputs ---
 
+#: What ranks, launchers and trainers print, anywhere in a line: an input with it is no quotation as a whole.
+_RANKS = re.compile(rb"\[rank ?(\d+)\]:|\[Rank (\d+)\] |:\d{1,9}:\d{1,9} \[(\d+)\] NCCL")
+_TABLE = re.compile(
+    rb"\bsrun: error: [^\n]{0,80}\btasks? [\d,\-]+: |\bpdsh@[^\n]{0,120} exited with exit code|\.ChildFailedError|"
+    rb"failed \(exitcode: -?[1-9]|exits with return code = -?[1-9]|mpirun noticed"
+)
+_STEP = re.compile(rb"(?im)^[^\n\"'`]{0,80}\bstep\W{0,3}\d+\b[^\n]{0,40}\bloss\b")
 #: What a chat prints above each message, or before it: who, and when.
 _SPEAKER = re.compile(
     rb"(?m)^(?:(?:[*_]{1,2})?@?((?!(?i:.*\b(?:time|elapsed|eta|epoch|step|loss|took|duration)\b))[A-Za-z][A-Za-z.\-]*(?: [A-Za-z.\-]+){0,2})"
@@ -26,6 +33,7 @@ _SPEAKER = re.compile(
 )
 #: The same without a time, before what somebody says in words.
 _SAYS = re.compile(rb"(?m)^@?([A-Za-z][a-z.\-]{1,14}): (?=(?:\S+ ){2})(?!\[|\d|error|warning|info)[^\n]*$")
+_PERSONS = re.compile(rb"\?(?:\s|$)|\bI\b|\bI'|(?i:\b(?:we|you)\b)", re.MULTILINE)
 #: The title of a page that quotes what one may see, and any heading.
 _TITLE = re.compile(
     rb"\s*(?:---\n(?:[\w\-]+:.*\n)+---\s+)?(?:#{1,3} |(?=[^\n]{3,80}\n[=\-]{3,}\s*\n))(?:[A-Za-z\-]+ ){0,3}?"
@@ -46,20 +54,28 @@ _UNWELL = re.compile(
 )
 #: A ticket that is closed, or a report on what is over, by its head; and a mail.
 _CLOSED = re.compile(
-    rb"(?i)\b(?:status|state|resolution)[ \t]*[:=][ \t]*(?:done|closed|resolved|fixed)\b|\b(?:post-?mortem|incident (?:report|review)|retrospective)\b[^\n]{0,80}\b(?:closed|resolved|done|final)\b"
+    rb"(?im)(?:^|[ \t]{2}|\|)[ \t*|>\-]*(?:(?:ticket|issue|case|incident) )?(?:status|state|resolution)[ \t*|]*:[ \t*|]*(?:done|closed|resolved|fixed)\b(?![^\n]*(?:->|re-?open|not planned|\bauto))|\b(?:post-?mortem|incident (?:report|review)|retrospective)\b[^\n]{0,80}\b(?:closed|resolved|done|final)\b"
+)
+_NEW = re.compile(
+    rb"(?i)\bre-?open(?:ed|ing|s)?\b|\b(?:not|never|isn't|wasn't) (?:yet |really )?(?:resolved|closed|fixed|solved|the same)\b|\bevery (?:day|night|run)\b|"
+    rb"\b(?:still|again|today|this morning|since (?:then|the|that))\b[^\n]{0,60}\b(?:end(?:s|ed)|stop(?:s|ped)|dies|died|hangs?|hung|crash(?:es|ed)?|fail(?:s|ed)?|abort(?:s|ed)?|times? out|timed out|not get)\b|"
+    rb"\b(?:fine|well|worked|ok) (?:last|until|before|till)\b|\b(?:problem|error|issue) is (?:still )?(?:there|back)\b"
 )
 _MAIL = re.compile(rb"(?m)^(?:From|To|Subject|Date|Cc): \S")
 _HYPERTEXT = re.compile(rb"(?i)\s*(?:<!doctype html|<html\b)[\s\S]{0,2000}?<(?:title|h1)\b")
 #: A change of sources.
 _CHANGE = re.compile(rb"\s*(?:diff --git a/|Index: \S+\r?\n={10}|--- a/\S+\r?\n\+\+\+ b/|From [0-9a-f]{40} )")
+_OF_A_CHANGE = re.compile(
+    rb"(?m)^(?:[+\- \\@]|diff |index |Index: |={20}|(?:new|old|deleted) (?:file )?mode |similarity |rename |copy |Binary )[^\n]*(?:\n|\Z)"
+)
 #: What somebody cites of others in a chat.
 _CITED = re.compile(rb"(?m)^(?:\[[\d: ]{4,12}\] [^\n>]{2,40})?> [^\n]*$")
-_ASIDE = re.compile(rb"(?m)^[ \t]{2,}[^\n]*$|\"[^\"\n]*\"")
+_ASIDE = re.compile(rb"\"[^\"\n]*\"")
 #: A search engine's count, what it shows of where a page is, and lines of a program that works.
 _RESULTS = re.compile(rb"(?i)\b(?:about |of )?[\d,.]+ results\b")
 _IN_FILES = re.compile(rb"\s*\d+ results? (?:-|in) \d+ files?\b")
 _PAGES = re.compile(rb"(?m)^\s*(?:https?://)?(?:[\w\-]+\.)+[a-z]{2,}(?: \xe2\x80\xba \S+)+\s*$|^\s*https?://\S+\s*$")
-_PROGRAM = re.compile(rb"(?m)^(?:\[rank\d+\]|\S+:\d+:\d+ \[\d+\] NCCL|Traceback \(most)")
+_PROGRAM = re.compile(rb"(?m)^(?:\[rank\d+\]|\S{1,200}:\d+:\d+ \[\d+\] NCCL)|Traceback \(most")
 _HEADINGS = re.compile(rb"(?m)^#{1,4} \S|^[=\-]{3,}\s*$")
 #: What launchers and programs print, and pages and people do not.
 _LAUNCHES = re.compile(
@@ -73,9 +89,11 @@ _TEST = re.compile(
 )
 _PASSED = re.compile(
     rb"\nRan \d+ tests? in [\d.]+s\r?\n\s*OK(?: \((?:skipped|expected failures)=[^)\n]*\))?\s*\Z|"
-    rb"\n\[  PASSED  \] \d+ tests?\.(?![\s\S]*\[  FAILED  \])|\ntest result: ok\. \d+ passed; 0 failed;[^\n]*\s*\Z|"
-    rb"\nTests: +(?:\d+ (?:skipped|todo), )?\d+ passed, \d+ total\b|\n100% tests passed, 0 tests failed out of \d+"
+    rb"\n\[  PASSED  \] \d+ tests?\.\s*(?:YOU HAVE \d+ DISABLED TESTS?\s*)?\Z|\ntest result: ok\. \d+ passed; 0 failed;[^\n]*\s*\Z|"
+    rb"\nTests: +(?:\d+ (?:skipped|todo), )?\d+ passed, \d+ total\b[^\n]*\n*(?:(?:Snapshots|Time|Ran all)[^\n]*\n*)*\Z|"
+    rb"\n100% tests passed, 0 tests failed out of \d+\r?\n*(?:(?:Total Test|Label Time)[^\n]*\n*)*\Z"
 )
+_FAILED = re.compile(rb"\bFAILED\b|\b[1-9]\d* (?:tests? )?failed\b")
 #: A list under a heading of Markdown, and nothing else: release notes, a plan; one of things to do; and of commits.
 _LIST = re.compile(
     rb"\s*#+ .*(?:\r?\n(?:#+ .*|[*+\-] .*|\d+\. .*|[ \t].*|))*\r?\n?|(?:[*+\-] \[[ xX]\] .*(?:\r?\n(?:[ \t].*)?|$))+|"
@@ -88,6 +106,8 @@ _NAMED = re.compile(
     r"cheat[_\-]?sheet|post-?mortem|changes|news)(?:[_\-][\w\-]*)?\.(?i:md|rst|adoc|html?|ya?ml|txt)"
 )
 
+_SOURCES = re.compile(rb"(?m)^(?:import|from|def|class|if|@)\b|^(?:#!|\"\"\")|^(?:async def) ")
+
 
 def _is_conversation(data: bytes) -> bool:
     """Return whether people speak, quote and say what they think, a few lines each, and no program or launcher does."""
@@ -95,7 +115,8 @@ def _is_conversation(data: bytes) -> bool:
         (found[1] or found[6], int(found[2] or found[4]), int(found[3] or found[5]))
         for found in _SPEAKER.finditer(data)
     ]
-    said = said or [(found[1], 0, 0) for found in _SAYS.finditer(data)]
+    if not said and _PERSONS.search(data) is not None:  # programs ask nothing, and speak of nobody
+        said = [(found[1], 0, 0) for found in _SAYS.finditer(data)]
     names = {name for name, _, _ in said}
     if len(said) < 4 or data.count(b"\n") >= 10 * len(said):
         return False
@@ -106,7 +127,8 @@ def _is_conversation(data: bytes) -> bool:
         and 1 < len(names) < len(said)
         and times == sorted(times)
         and (b"\n> " in data or b"`" in data or over)
-        and _UNWELL.search(data) is None
+        and not _is_new(data)
+        and not _ranks_speak(data)
         and _PRINTS.search(
             _ASIDE.sub(b"", _CITED.sub(b"", data)) if over else _CITED.sub(b"", data) if _goes_on(data) else data
         )
@@ -114,16 +136,49 @@ def _is_conversation(data: bytes) -> bool:
     )
 
 
+def _ranks_speak(data: bytes) -> bool:
+    """Return whether ranks of a job speak in an input: two of them in lines next to each other, or three anywhere."""
+    ranks: set[bytes] = set()
+    last, end = b"", -1
+    for found in _RANKS.finditer(data):
+        rank = found[1] or found[2] or found[3]
+        ranks.add(rank)
+        if len(ranks) > 2 or (rank != last and end >= 0 and data.count(b"\n", end, found.start()) == 1):
+            return True
+        last, end = rank, found.end()
+    return False
+
+
+def _of_a_job(data: bytes) -> bool:
+    """Return whether the ranks of a job speak in an input, its launcher tells who failed, or a training makes steps."""
+    if _ranks_speak(data) or len(_STEP.findall(data)) > 1:
+        return True
+    return _TABLE.search(_BLOCK.sub(b"", _CITED.sub(b"", data))) is not None
+
+
+def _is_change(data: bytes) -> bool:
+    """Return whether an input is a change of sources, and nothing but that."""
+    if _CHANGE.match(data) is None:
+        return False
+    rest = _OF_A_CHANGE.sub(b"", data)
+    return _RANKS.search(rest) is None and _PRINTS.search(rest) is None and _STEP.search(rest) is None
+
+
 def _is_over(data: bytes) -> bool:
     """Return whether people speak of what is over, beside a job that is well, and of none that is not."""
-    return _OVER.search(data) is not None and _WELL.search(data) is not None and _UNWELL.search(data) is None
+    return _OVER.search(data) is not None and _WELL.search(data) is not None and not _is_new(data)
+
+
+def _is_new(data: bytes) -> bool:
+    """Return whether people speak of what is not over: it happens, or does so again."""
+    return _UNWELL.search(data) is not None or _NEW.search(data) is not None
 
 
 def _is_closed(data: bytes) -> bool:
     """Return whether an input is a ticket that is closed, and no program or launcher prints in it."""
     mail = len(_MAIL.findall(data[:600])) > 1 and _CITED.search(data) is not None and _is_over(data)
     over = mail or (_CLOSED.search(data[:400]) is not None and _OVER.search(data) is not None)
-    return over and _UNWELL.search(data) is None and _LAUNCHES.search(data) is None and _PROGRAM.search(data) is None
+    return over and not _is_new(data) and _LAUNCHES.search(data) is None and _PROGRAM.search(data) is None
 
 
 def _goes_on(data: bytes) -> bool:
@@ -174,8 +229,10 @@ def _is_explanation(data: bytes) -> bool:
 
 def _are_tests(data: bytes) -> bool:
     """Return whether unittest runs tests from the beginning on, all of which pass, and nobody else prints."""
-    passed = _PASSED.search(data) is not None and _TEST.search(data[:1000]) is not None
-    return passed and b"FAILED (" not in data and _LAUNCHES.search(data) is None
+    passed = _TEST.search(data[:1000]) is not None and _PASSED.search(data) is not None
+    if passed and b"\ntest result: ok" in data and _ranks_speak(data):  # cargo's tests start no ranks
+        return False
+    return passed and _FAILED.search(data) is None and _LAUNCHES.search(data) is None
 
 
 def _is_hypertext(data: bytes) -> bool:
@@ -194,16 +251,20 @@ def _is_list(data: bytes) -> bool:
 
 def what_it_is(name: str, data: bytes) -> Message | None:
     """Return what an input is that quotes messages and is no log, by its name or its first bytes; None for a log."""
-    if name.endswith((".py", ".patch", ".diff")) or _CHANGE.match(data):
+    if (name.endswith(".py") and _SOURCES.search(data)) or _is_change(data):
         return tr("{name}: a program, and no log", name=name)
-    if name.endswith((".po", ".pot")):
+    if name.endswith((".po", ".pot")) and b"msgid " in data:
         return tr("{name}: a catalogue of translations, and no log", name=name)
-    if _NAMED.fullmatch(name) or _is_hypertext(data) or _is_page(data) or _is_explanation(data) or _is_search(data):
+    if _is_hypertext(data):
         return tr("{name}: a page about errors, and no log", name=name)
-    if _is_conversation(data):
-        return tr("{name}: people quote messages in it: give the log that they speak of", name=name)
     if _are_tests(data):
         return tr("{name}: tests, which have passed", name=name)
+    if _is_conversation(data):
+        return tr("{name}: people quote messages in it: give the log that they speak of", name=name)
+    if _of_a_job(data):
+        return None
+    if _NAMED.fullmatch(name) or _is_page(data) or _is_explanation(data) or _is_search(data):
+        return tr("{name}: a page about errors, and no log", name=name)
     return tr("{name}: a document, and no log", name=name) if _is_list(data) or _is_closed(data) else None
 
 
@@ -214,17 +275,21 @@ _SEARCH = r"(?:git (?:-C \S+ )?)?(?:[efz]?grep|rg|ag|ack)"
 _PROMPT = r"(?:(?:\(\w+\) )?(?:\[?\w[\w.\-]*@[\w.\-]+[^\n$#%]{0,40}|[~/][^\s$#%]*(?: \([\w/.\-]+\))?) ?[$#%]|[+$]+) *"
 _DOCUMENT = (
     r"\S*(?:\.(?:md|rst|adoc)\b|(?i:readme|runbook|playbook|troubleshoot|faq\b|known[_\-]?(?:issues|errors)|how-?to|handbook|manual|"
-    r"change-?log|cheat[_\-]?sheet))"
+    r"change-?log|cheat[_\-]?sheet))[^\s/]*(?!\S)(?<!\.log)(?<!\.out)(?<!\.err)"
 )
 #: Folders of what is no log of this job.
-_ELSEWHERE = r"(?:tests?|testdata|fixtures?|docs?|examples?|golden|archived?|notes|(?:old|previous|past)[\w\-]*)/"
+_ELSEWHERE = r"(?:tests?|testdata|fixtures?|docs?|examples?(?=/(?!\S*(?:\blogs?/|\.(?:log|out|err)\b)))|golden|archived?|notes|(?:old|previous|past)[\w\-]*)/"
 _PRINTS_DOCUMENT = re.compile(
     rf"{_PROMPT}(?:(?:cat|less|more|head|tail|bat|sed)(?: (?:-\S+|'[^']*'|\d+))* {_DOCUMENT}|man |git (?:log|show|diff|blame)\b|gh (?:issue|pr) view\b|"
     rf"(?:{_SEARCH})\b.* (?:\S*/)?{_ELSEWHERE}\S*(?: \| [\w \-]*)?\s*$|"
-    r"(?:promtool|amtool|vmalert-tool|mimirtool)\b|(?:llm|ollama run|sgpt|aichat|mods|chatgpt|claude|gemini|tldr)\b|"
+    r"(?:promtool|amtool|vmalert-tool|mimirtool)\b|(?:llm|ollama run|sgpt|aichat|mods|chatgpt|claude|gemini|tldr)(?!\S)|"
     r"curl\b.*/(?:completions|generate|messages|responses|api/chat)\b)"
 )
 _NEXT_COMMAND = re.compile(rf"{_PROMPT}\S")
+#: A job that the same line starts.
+_LAUNCHES_TOO = re.compile(
+    r"(?:&&|;|\|\|) *(?:\w+=\S* )*(?:\S*python\S*|torchrun|srun|mpirun|accelerate|deepspeed|bash|sh|\./\S+|make)\b"
+)
 
 
 #: Lines behind a message in which the next command is looked for.
@@ -238,7 +303,7 @@ def is_printed(before: Sequence[str], following: Following) -> bool:
     The next command is seen, or the end of the input, before which no job works.
     """
     at = next((at for at in range(len(before) - 1, -1, -1) if _NEXT_COMMAND.match(before[at])), None)
-    if at is None or _PRINTS_DOCUMENT.match(before[at]) is None:
+    if at is None or _PRINTS_DOCUMENT.match(before[at]) is None or _LAUNCHES_TOO.search(before[at]) is not None:
         return False
     after = following(_PRINTED)
     if any(map(_NEXT_COMMAND.match, after)):
@@ -255,6 +320,8 @@ _TURN = re.compile(
     r"(?P<answers>assistant|completion|answer|response|reply|generated(?: text)?|generation|prediction|reference|chosen|rejected|model|gold|target|label|a))"
     r"(?: ?#?\d+)?(?: ?\([^)]{0,40}\))?(?:\s*$| ?:|<\|| ?[\])}>=\-*#]{1,40}\s*$)"
 )
+#: A setting of YAML: a word for a name, and a word or nothing for its value.
+_SETTING = re.compile(r"\s*[a-z_]\w*:(?: \S+)?\s*$")
 _ENDS_MESSAGE = re.compile(r"\s*(?:<\|(?:im_end|eot_id|end)\|>|</s>|\[/INST\])")
 _LINE = re.compile(r"\s*([=\-*#~_─━═])\1{3,}")
 _DIGITS = re.compile(r"\d+")
@@ -271,7 +338,11 @@ def is_in_talk(before: Sequence[str], following: Following) -> bool:
     where nobody speaks behind it, no launcher stands between.
     """
     before = before[-_TALK:]
-    turns = [(at, found) for at, row in enumerate(before) if (found := _TURN.match(row))]
+    turns = [
+        (at, found)
+        for at, row in enumerate(before)
+        if (found := _TURN.match(row)) and not _is_setting(before[max(0, at - 1) : at + 2], row)
+    ]
     if not turns:
         return False
     after = following(_TALK)
@@ -294,7 +365,18 @@ def is_in_talk(before: Sequence[str], following: Following) -> bool:
                 between = "\n".join([*before[last:], *after[:at]]).encode()
                 end = at if _LAUNCHES.search(between) is None else None
                 break
-    return len(kinds) > 1 and end is not None and not any(map(_NEXT_COMMAND.match, [*before[last:], *after[:end]]))
+    within = [*before[last:], *after[:end]]
+    return (
+        len(kinds) > 1
+        and end is not None
+        and not any(map(_NEXT_COMMAND.match, within))
+        and len({found[1] or found[2] for found in _RANKS.finditer("\n".join(within).encode())}) < 3
+    )
+
+
+def _is_setting(around: Sequence[str], row: str) -> bool:
+    """Return whether a line that looks like a turn of a talk is a setting beside others, and no role."""
+    return "role" not in row and _SETTING.match(row) is not None and sum(map(bool, map(_SETTING.match, around))) > 1
 
 
 #: How a text introduces messages that one may see, or a list of them, and what stands in such a list or behind it.
@@ -356,7 +438,7 @@ _COMMAND = re.compile(r"[^\n]{0,80}?[$#%>] (\S[^\n]*)")
 _SEARCHES = re.compile(rf"(?:cd \S+ && )?(?:{_SEARCH})\b")
 #: A check of a health test that has passed, by the name of what it looks for.
 _PASSES = re.compile(
-    r"(?!.*(?:\[rank\d|\[[EWF]\d{3,4} ))[^\n]*(?:['\"].*\b(?:hits|matches)=0\b|\sPASS(?:ED)?(?: \([^)\n]*\))?\s*$|\s0\s+['\"].*['\"]\s*$|\b(?:0|no|none) (?:found|matches|hits|errors|events)\b.*\b(?:ok|OK|PASS\w*|passed)\s*$)"
+    r"(?!.*(?:\[rank\d|\[[EWF]\d{3,4} ))[^\n]*(?:['\"].*\b(?:hits|matches)=0\b|\sPASS(?:ED)?(?: \([^)\n]*\))?\s*$|(?<!node)(?<!rank)(?<!worker)(?<!host)(?<!task)(?<!gpu)(?<!GPU)(?<!device)(?<!replica)(?<!pod)(?<!Rank)(?<!Node)\s0\s+['\"].*['\"]\s*$|\b(?:0|no|none) (?:found|matches|hits|errors|events)\b.*\b(?:ok|OK|PASS\w*|passed)\s*$)"
 )
 #: What a model was given or has written, as trainers, evaluations and servers print it.
 _OF_A_MODEL = re.compile(
@@ -428,10 +510,14 @@ def passes(row: str) -> bool:
 
 #: Keys of a row of data, and of a record of a log.
 _OF_DATA = re.compile(
-    r"""['"](?:text|input|inputs|question|prompt|label|labels|content|sentence|document|passage|context|instruction|answer|target|response|pred\w*|reference|choices|query)['"] ?:"""
+    r"""['"](?:text|inputs?|question|prompt|sentence|document|passage|instruction|answer|target|response|pred\w*|reference|choices|query)['"] ?:"""
+)
+#: A value that a program prints on its way, which no key makes data.
+_PRINTED_VALUE = re.compile(
+    r"""['"](?!(?:text|inputs?|question|prompt|sentence|document|passage|instruction|answer|target|response|pred\w*|reference|choices|query)['"])[\w.@\-]+['"] ?: ?\\?['"](?:\[rank\d+\]|\[[EWF]\d{4} |Traceback \(most|\S{1,80}:\d+:\d+ \[\d+\] NCCL)"""
 )
 _OF_LOG = re.compile(
-    r"""['"](?:@?timestamp|ts|time|level|lvl|levelname|severity|logger|log|msg|message|error|err|exception|reason|rank|pid|event|ev|kind|name|status|exit_?code|pod|host|hostname|node|stderr|stdout|container|source|stream)['"] ?:""",
+    r"""['"]_{0,2}(?:@?timestamp|ts|time|level|lvl|levelname|severity|logger|log|msg|message|error|err|exception|reason|rank|pid|event|ev|kind|name|status|exit_?code|pod|host|hostname|node|stderr|stdout|container|source|stream|text_?payload|json_?payload|body|line|(?:pod|container|host|node)_?(?:name|ip)|namespace|topic|tag|path)_{0,2}['"] ?:""",
     re.IGNORECASE,
 )
 
@@ -442,7 +528,7 @@ def without_talk(text: str) -> str:
         text = _BETWEEN.sub("", text)
     if "Generated response" in text:  # vLLM, with --enable-log-outputs
         text = _RESPONSE.sub(r"\g<key>", text)
-    if text.startswith("{") and _OF_DATA.search(text) and not _OF_LOG.search(text):
+    if text.startswith("{") and _OF_DATA.search(text) and not (_OF_LOG.search(text) or _PRINTED_VALUE.search(text)):
         return "{}"
     if "prompt" not in text and "role" not in text and "_text" not in text and "completion" not in text:
         return text

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from explain_logs import timeout
 
-from ncclguard_explain import Report
+from ncclguard_explain import Report, explain
 
 Explain = Callable[..., Report]
 
@@ -353,3 +354,62 @@ def test_a_page_that_holds_the_output_of_a_job_is_a_log(explain_lines: Explain) 
     assert explain_lines({"console.html": page}).incident
     cells = '{"cells":[{"cell_type":"code","outputs":[{"output_type":"stream","text":["RuntimeError: CUDA error: misaligned address"]}]}]}'
     assert explain_lines({"a.ipynb": [cells, "import torch.distributed"]}).incident
+
+
+STEPPED = [f"step {n} | loss 2.{n}" for n in range(3)]
+SPOKEN = [*timeout(0), *timeout(1), MEMORY]
+CHANGE = ["diff --git a/t.py b/t.py", "@@ -1 +1 @@", "-batch = 4", "+batch = 8"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [*CHANGE, *STEPPED, *SPOKEN],
+        ["prolog: scratch state: done", *(f"[1,1]<stderr>:{row}" for row in SPOKEN), "epilog: scratch archived"],
+        ["image resolution: fixed 448x448", "data of the previous year", *(f"10:00:01 {row}" for row in SPOKEN)],
+        ["From: a@b.c", "Subject: Re: a hang", "> was it so before?", "It was fine last week, today it ends:", *SPOKEN],
+        ["JOB-7  hang", "Status: Resolved -> Reopened", "not the same as the old ticket", f"  {TIMED_OUT}"],
+        ["State: closed (auto)", "the case was closed, but the problem is there every day:", f"  {MEMORY}"],
+        ["[10:21] ida: it was fine last week, now:", *(f"    {row}" for row in SPOKEN), "[10:22] tom: and memory?",
+         "[10:23] ida: the same", "[10:24] tom: less of a batch"],
+        ["ida: it was fine last week, no restarts", f'ida: today it ends with "{TIMED_OUT}"', "tom: who says it?",
+         "ida: all but rank 2", "tom: then look at rank 2"],
+        ["launcher: all ranks are healthy after 31 s", "trainer: restored from archive s3://c/old-1",
+         "trainer: wrote metrics of 2140", "launcher: rank 2 raised torch.OutOfMemoryError: CUDA out of memory.",
+         f"monitor: rank 3 says {TIMED_OUT}", "launcher: ending the other processes"],
+        ["      Start  1: test_norm", "100% tests passed, 0 tests failed out of 1", "", *STEPPED, *SPOKEN],
+        ["PASS src/ui.test.ts", "Tests:       5 passed, 5 total", *STEPPED, *SPOKEN],
+        ["running 2 tests", "test a ... ok", *SPOKEN, "test result: ok. 2 passed; 0 failed; 0 ignored"],
+        ["# Troubleshooting a hang", "## Log", "```", *STEPPED, *SPOKEN, "```"],
+        ["3 results - 3 files", "", *(f"logs/rank_{n}.log:\n  8: {row}\n" for n, row in enumerate(SPOKEN))],
+        ["# Job 7: hang", "- started 09:31", "", *(f"    {row}" for row in [*STEPPED, *SPOKEN])],
+    ],
+)  # fmt: skip
+def test_no_form_hides_the_ranks_of_a_job(explain_lines: Explain, lines: list[str]) -> None:
+    assert explain_lines(lines).incident
+
+
+@pytest.mark.parametrize("name", ["known_issues_run.md", "rank_5.diff", "rank_5.patch", "t.py"])
+def test_a_name_alone_makes_no_document(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("\n".join([*STEPPED, *SPOKEN]) + "\n")
+    assert explain([str(path)]).incident
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        '{{"__time__":"1762","_pod_name_":"w-0","_source_":"stderr","content":"{}"}}',
+        '{{"content":"{}","label":"train","__path__":"/var/log/a.log"}}',
+        '{{"textPayload":"{}","labels":{{"job":"a"}}}}',
+        '{{"labels":{{"app":"a"}},"body":"{}"}}',
+        '{{"out":"{}","response":"none"}}',
+    ],
+)
+def test_records_of_those_who_ship_logs_are_no_data(explain_lines: Explain, record: str) -> None:
+    assert explain_lines([record.format(row) for row in SPOKEN]).incident
+
+
+@pytest.mark.parametrize("who", ["node", "rank", "worker"])
+def test_a_number_behind_a_name_is_no_count(explain_lines: Explain, who: str) -> None:
+    assert explain_lines([f"launcher: a child ended on {who} 0 'torch.OutOfMemoryError: CUDA out of memory.'"]).incident

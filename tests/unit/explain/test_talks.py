@@ -163,3 +163,19 @@ def test_rules_for_alerts_quote_what_they_tell_of(explain_lines: Explain) -> Non
     assert not explain_lines(["$ ls", *rules]).incident
     assert explain_lines([*rules, XID]).incident
     assert explain_lines([f"summary: {XID}", LATE]).incident, "no text in quotation marks"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["user: ida", "model: llama", "data: pile", *RAISED, "user: ida"],
+        ["columns:", "  prompt: question", "  chosen: good", "model: llama", STEPS[0], *RAISED, STEPS[1]],
+        ["Question: which rank was it?", "Model: llama, 8 GPUs", *timeout(0), *timeout(1), *RAISED, "User: ida", "x"],
+        ["$ git log -1 --oneline && python -m train", "91be07c batch", *RAISED, "$ ls"],
+        ["$ tail -n 40 ~/alignment-handbook/runs/a.out", *RAISED, "$ ls"],
+        ["$ grep -h Error: examples/grpo/logs/rank_*.log", MEMORY, "$ ls"],
+        ["$ llm-train --gpus 8", *RAISED, "$ ls"],
+    ],
+)
+def test_what_is_neither_a_talk_nor_a_page(explain_lines: Explain, lines: list[str]) -> None:
+    assert explain_lines(lines).incident
