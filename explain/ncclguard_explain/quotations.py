@@ -251,7 +251,8 @@ def _is_list(data: bytes) -> bool:
 
 def what_it_is(name: str, data: bytes) -> Message | None:
     """Return what an input is that quotes messages and is no log, by its name or its first bytes; None for a log."""
-    if (name.endswith(".py") and _SOURCES.search(data)) or _is_change(data):
+    told = name.endswith((".py", ".patch", ".diff")) and _RANKS.search(_OF_A_CHANGE.sub(b"", data)) is None
+    if told or (name.endswith(".py") and _SOURCES.search(data)) or _is_change(data):
         return tr("{name}: a program, and no log", name=name)
     if name.endswith((".po", ".pot")) and b"msgid " in data:
         return tr("{name}: a catalogue of translations, and no log", name=name)
