@@ -454,6 +454,8 @@ _RESPONSE = re.compile(r"(?P<key>\bGenerated response [\w\-]+.{0,30}?: output: )
 _MESSAGE = re.compile(_KEY.format("prompt|completion|content|reasoning_content|text"))
 #: A row of a table of Markdown, and the line below its head: what stands in one is quoted.
 _CELLS = re.compile(r"\s*\|.*\|\s*$")
+_CHANGED = re.compile(r"[+\- @\\]")
+_HUNK = re.compile(r"@@ -\d+(?:,\d+)? \+\d+(?:,\d+)? @@")
 _RULE = re.compile(r"(?m)^\s*\|(?:\s*:?-{3,}:?\s*\|)+\s*$")
 #: What stands in backticks, and what somebody says that one will see.
 _QUOTED = re.compile(
@@ -462,7 +464,9 @@ _QUOTED = re.compile(
 
 
 def is_in_table(row: str, above: Sequence[str]) -> bool:
-    """Return whether a line is a row of a table of Markdown, by the lines above it."""
+    """Return whether a line is a row of a table of Markdown or of a change of sources, by the lines above it."""
+    if row.startswith(("+", "-")):
+        return any(map(_HUNK.match, itertools.takewhile(_CHANGED.match, above[::-1])))
     return _CELLS.match(row) is not None and any(map(_RULE.match, itertools.takewhile(_CELLS.match, above[::-1])))
 
 

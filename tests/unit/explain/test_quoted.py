@@ -413,3 +413,9 @@ def test_records_of_those_who_ship_logs_are_no_data(explain_lines: Explain, reco
 @pytest.mark.parametrize("who", ["node", "rank", "worker"])
 def test_a_number_behind_a_name_is_no_count(explain_lines: Explain, who: str) -> None:
     assert explain_lines([f"launcher: a child ended on {who} 0 'torch.OutOfMemoryError: CUDA out of memory.'"]).incident
+
+
+def test_only_the_change_that_a_job_shows_is_left_out(explain_lines: Explain) -> None:
+    shown = [*CHANGE, f"+# {MEMORY}", *STEPPED]
+    assert not explain_lines(shown).incident
+    assert explain_lines([*shown, MEMORY.replace("rank2", "rank5")]).culprits == (5,)
