@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 
 from ncclguard_explain.cause import Cause
 from ncclguard_explain.evidence import Evidence, World
 from ncclguard_explain.facts import EXPIRED, WAITING, Fact, Kind, Verdict
-from ncclguard_explain.language import tr
+from ncclguard_explain.language import Message, tr
 from ncclguard_explain.ranks import ranks_text
 
 
@@ -93,10 +94,13 @@ def by_port(evidence: Evidence, world: World) -> Verdict | None:
     ended = evidence.of(Kind.LAUNCHER, Kind.EXIT, Kind.ENDED_BY_LAUNCHER)
     there |= {one.rank for one in ended if one.rank is not None and one.host == host and one.rank_basis == "launcher"}
     ranks = there if 1 < len(ranks) and ranks < there else ranks  # the host's card, of which not all of its ranks tell
-    reason = tr(
+    return Verdict(tuple(sorted(ranks)), Cause.NETWORK, "medium", "port", _lost_link(ranks), own + told)
+
+
+def _lost_link(ranks: Iterable[int]) -> Message:
+    return tr(
         "the port of {ranks} has lost its link, and other hosts get no answer from a peer", ranks=ranks_text(ranks)
     )
-    return Verdict(tuple(sorted(ranks)), Cause.NETWORK, "medium", "port", reason, own + told)
 
 
 def by_link(evidence: Evidence, world: World) -> Verdict | None:
@@ -116,10 +120,7 @@ def by_link(evidence: Evidence, world: World) -> Verdict | None:
     size = max(world.size or 0, 1 + max((rank for there in evidence.ranks.hosts.values() for rank in there), default=0))
     if not ranks or 2 * len(ranks) > size or failed != {*range(size)} - ranks:
         return None
-    reason = tr(
-        "the port of {ranks} has lost its link, and other hosts get no answer from a peer", ranks=ranks_text(ranks)
-    )
-    return Verdict(tuple(sorted(ranks)), Cause.NETWORK, "medium", "link", reason, down)
+    return Verdict(tuple(sorted(ranks)), Cause.NETWORK, "medium", "link", _lost_link(ranks), down)
 
 
 _DOWN = re.compile(r"(?i)link (?:is |status definitely )?down")

@@ -150,8 +150,9 @@ class WatchState(GroupState):
         most = min(max(LAST_CALLS // len(self.member.members), FEWEST_LAST), MOST_LAST)
         calls = [call for one in self.calls().values() for call in one.latest(most)]
         last = sorted(calls, key=lambda call: call.issued)[-most:]
-        said = Watched(issued=self.read().issued, compared=tuple(_waiting(call, 0.0) for call in last))
-        details = {COMPARES: True, PLACES: self._places(last), CALLED: self.recorder.has_recorded()}
+        called = any(self.read().issued.values()) or self.recorder.has_recorded()
+        details = {COMPARES: True, PLACES: self._places(last), CALLED: called}
+        said = Watched(compared=tuple(_waiting(call, 0.0) for call in last))
         return Report(self.member.rank, self.member.generation, watched=said, details=details)
 
     def _made_at(self, call: Pending) -> dict[str, object]:

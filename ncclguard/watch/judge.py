@@ -7,7 +7,6 @@ is decided is who is to blame, and only that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -520,7 +519,7 @@ def _has_just_come(
     said = [reports[rank].watched for rank in members if rank in reports]
     recent = [one for watched in said if watched is not None for one in watched.recent]
     issued = [one.age for one in recent if (one.channel, one.sequence) == (channel, sequence) and one.age is not None]
-    return min(*(wait.age for _, wait in inside), *issued, math.inf) < min(TELLING_AFTER, oldest.age / 2)
+    return min([*(wait.age for _, wait in inside), *issued]) < min(TELLING_AFTER, oldest.age / 2)
 
 
 def _all_entered(

@@ -350,8 +350,7 @@ class Watcher:
     def compare_last_calls(self, reports: Mapping[int, Report]) -> None:
         """Tell where ranks that have all left did not call the same last, or anything: nobody can be asked now."""
         all_said = len(reports) == len(self._state.member.members)
-        issued = [number for one in reports.values() if one.watched for number in one.watched.issued.values()]
-        if all_said and not any(issued) and not any(one.done or one.details.get(CALLED) for one in reports.values()):
+        if all_said and not any(one.done or one.details.get(CALLED) for one in reports.values()):
             text = told(
                 "watch() has seen no collective of torch.distributed in this job of {count} ranks: if they were to train "
                 "together, each has trained by itself (Accelerate does so on CPUs, unless it is told use_cpu=True)",
